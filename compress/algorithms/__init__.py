@@ -1,0 +1,1 @@
+"""Pure functions on tensors, each with the paper it comes from."""

@@ -1,0 +1,1 @@
+"""What runs a checkpoint: quantized layers, loading from disk, generation, latency."""
