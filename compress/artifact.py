@@ -1,0 +1,114 @@
+"""What a stage leaves on disk: a folder, written aside and renamed, and a manifest, written last.
+
+    stages/quantize/         the artifact
+    stages/quantize.json     its manifest: without it there is no artifact
+    stages/quantize.partial/ what an interrupted run has done: key.json, out/, work/
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def fingerprint(key: Mapping[str, Any]) -> str:
+    """A hash of everything that an artifact was made from."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The fields that differ, each with both values: `quantize.bits was 8, is now 4`."""
+    flat_old, flat_new = dict(_flatten(old)), dict(_flatten(new))
+    return [
+        f"{name} was {flat_old.get(name, 'absent')}, is now {flat_new.get(name, 'absent')}"
+        for name in sorted(flat_old.keys() | flat_new.keys())
+        if flat_old.get(name) != flat_new.get(name)
+    ]
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON whole or not at all."""
+    write_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all: aside, to the disk, then renamed."""
+    aside = file.with_name(f".{file.name}.tmp")
+    with aside.open("w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    aside.rename(file)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One stage's place in a run folder. `folder` is where the finished artifact stands."""
+
+    stage: str
+    folder: Path
+    stages: Path
+
+    @property
+    def manifest_file(self) -> Path:
+        return self.stages / f"{self.stage}.json"
+
+    @property
+    def partial(self) -> Path:
+        return self.stages / f"{self.stage}.partial"
+
+    @property
+    def out(self) -> Path:
+        """Where the stage writes what becomes the artifact."""
+        return self.partial / "out"
+
+    @property
+    def work(self) -> Path:
+        """Where the stage keeps progress that outlives a crash and ends with the stage."""
+        return self.partial / "work"
+
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest of a finished artifact, or None."""
+        if not self.manifest_file.exists():
+            return None
+        return json.loads(self.manifest_file.read_text())
+
+    def partial_key(self) -> dict[str, Any] | None:
+        """What an interrupted run of the stage was made from, or None."""
+        file = self.partial / "key.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def begin(self, key: Mapping[str, Any]) -> bool:
+        """Make the partial folder ready; True where an interrupted run with this key goes on."""
+        resumed = self.partial_key() == key
+        if not resumed:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.work.mkdir(exist_ok=True)
+        write_json(self.partial / "key.json", key)
+        return resumed
+
+    def discard(self) -> None:
+        """Forget a finished artifact's manifest and any partial work."""
+        self.manifest_file.unlink(missing_ok=True)
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def finish(self, manifest: Mapping[str, Any]) -> None:
+        """Put the written folder in its place, then the manifest, then let the scratch go."""
+        self.manifest_file.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.out.rename(self.folder)
+        write_json(self.manifest_file, manifest)
+        shutil.rmtree(self.partial)

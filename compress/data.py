@@ -1,0 +1,283 @@
+"""Text to calibrate and distill on, and the part of it that is held out to measure on.
+
+Local `.txt`, `.jsonl`, `.parquet` or a hub data set, all read through `datasets`; plain text or
+chat messages. With nothing given: the English that comes with every Python.
+"""
+
+import ast
+import hashlib
+import importlib
+import json
+import sysconfig
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from compress.errors import ConfigError, UserError
+from compress.log import logger
+
+LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+HELD_OUT = 10  # one part in ten is held out
+PYTHON_DOCS = "the documentation in Python's standard library"
+PYTHON_DOCS_CHARACTERS = 2_000_000
+HUB_DOCUMENTS = 10_000
+
+
+@dataclass(kw_only=True)
+class Data:
+    """What to calibrate and distill on.
+
+    path: a local .txt, .jsonl or .parquet file, or the name of a hub data set; null: the
+        documentation of Python itself, which every machine has. Real use brings real data.
+    field: the column that holds the text. messages: the column that holds chat messages
+        ({role, content}), sent through the chat template; wins over `field`.
+    split, subset, revision: of a hub data set.
+    heldout: another file to measure on; null: one part in ten of the data.
+    samples, length: windows to calibrate on, and tokens a window. seed: picks the windows.
+    """
+
+    path: str | None = None
+    field: str = "text"
+    messages: str | None = None
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+    heldout: str | None = None
+    samples: int = 64
+    length: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"data.{name} is {value}; wanted at least {least}"
+            for name, value, least in (("samples", self.samples, 1), ("length", self.length, 16))
+            if value < least
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token windows: `ids` and `mask` [n, T] int64 (mask 0 where padded), and what they cost.
+
+    template_tokens counts the tokens that the chat template added; description names the source.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    template_tokens: int
+    description: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int(self.mask.sum())
+
+
+Document = str | list[dict[str, str]]
+
+
+def python_docs() -> list[str]:
+    """English every machine has: Python's help topics, then the library's longer docstrings."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    documents = [topics[name].strip() for name in sorted(topics)]
+    size = sum(map(len, documents))
+    # Read, not imported: importing the whole library runs it (antigravity opens a browser).
+    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        tree = ast.parse(source.read_text(encoding="utf-8", errors="replace"))
+        definitions = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        strings = [ast.get_docstring(n) for n in ast.walk(tree) if isinstance(n, definitions)]
+        text = "\n\n".join(s for s in strings if s and len(s) > 80)
+        if text and size < PYTHON_DOCS_CHARACTERS:
+            documents.append(text)
+            size += len(text)
+    return documents
+
+
+def documents(data: Data, path: str | None) -> list[Document]:
+    """The documents of a file or a hub data set, in their order: texts, or lists of messages."""
+    if path is None:
+        return list(python_docs())
+    rows = _rows(data, path)
+    column = data.messages or data.field
+    found: list[Document] = []
+    for number, row in enumerate(rows, 1):
+        if column not in row:
+            way_out = "data.messages" if data.messages else "data.field"
+            raise UserError(
+                f"{path}: record {number} has no field {column!r}, only "
+                f"{', '.join(map(repr, row))}; name the right one with {way_out}=..."
+            )
+        value = row[column]
+        if data.messages and not _is_chat(value):
+            raise UserError(
+                f"{path}: record {number}: {column!r} holds {type(value).__name__}, "
+                "wanted a list of {role, content}; plain text goes by data.field=..."
+            )
+        if not data.messages and not isinstance(value, str):
+            raise UserError(
+                f"{path}: record {number}: {column!r} holds {type(value).__name__}, wanted text; "
+                "chat messages go by data.messages=..."
+            )
+        if value:
+            found.append(value)
+    if not any(isinstance(d, list) or d.strip() for d in found):
+        raise UserError(f"{path}: no text in it; wanted documents to calibrate on")
+    return found
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value
+    )
+
+
+def _rows(data: Data, path: str) -> list[dict[str, Any]]:
+    import datasets
+
+    local = Path(path).expanduser()
+    if local.is_file():
+        loader = LOADERS.get(local.suffix)
+        if loader is None:
+            raise UserError(f"{path}: ends in {local.suffix!r}; wanted .txt, .jsonl or .parquet")
+        options = {"sample_by": "document"} if loader == "text" else {}
+        name, arguments = loader, {"data_files": str(local), "split": "train", **options}
+    elif local.suffix in LOADERS or local.is_absolute() or path.startswith("."):
+        raise UserError(f"{path}: no such file; wanted a .txt, .jsonl or .parquet file for data")
+    else:
+        name = path
+        arguments = {"split": data.split, "name": data.subset, "revision": data.revision}
+    try:
+        # Streaming: nothing is copied to a cache, and of a large data set only the start is read.
+        stream = datasets.load_dataset(name, streaming=True, **arguments)
+        return list(islice(stream, None if local.is_file() else HUB_DOCUMENTS))
+    except Exception as error:  # `datasets` raises whatever its readers raise
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise UserError(f"data.path={path}: cannot be read: {reason[0]}") from error
+
+
+def split(data: Data) -> tuple[list[Document], list[Document], str]:
+    """Documents to learn from, documents held out, and words for where the latter come from.
+
+    Of many documents every tenth is held out; of a few long texts, the last tenth.
+    """
+    everything = documents(data, data.path)
+    source = Path(data.path).name if data.path else PYTHON_DOCS
+    if data.heldout is not None:
+        return everything, documents(data, data.heldout), Path(data.heldout).name
+    if len(everything) >= 2 * HELD_OUT:
+        held = everything[HELD_OUT - 1 :: HELD_OUT]
+        rest = [d for i, d in enumerate(everything) if i % HELD_OUT != HELD_OUT - 1]
+        return rest, held, f"every tenth document of {source}"
+    if data.messages:
+        raise UserError(
+            f"{source}: {len(everything)} conversations; wanted at least {2 * HELD_OUT}, "
+            "or another file to measure on by data.heldout=..."
+        )
+    text = "\n\n".join(str(d) for d in everything)
+    cut = len(text) - len(text) // HELD_OUT
+    return [text[:cut]], [text[cut:]], f"the last tenth of {source}"
+
+
+def heldout_text(data: Data) -> tuple[str, str]:
+    """The held-out part as one string, with words for where it comes from."""
+    _, held, description = split(data)
+    return "\n\n".join(_plain(d) for d in held), description
+
+
+def _plain(document: Document) -> str:
+    if isinstance(document, str):
+        return document
+    return "\n".join(message["content"] for message in document)
+
+
+def fingerprint(data: Data) -> str:
+    """A hash of what the data say, so that a changed file is noticed; of its name, for the hub."""
+    if data.path and not Path(data.path).expanduser().exists() and Path(data.path).suffix == "":
+        return f"hub:{data.path}@{data.revision}:{data.subset}:{data.split}"
+    rest, held, _ = split(data)
+    content = json.dumps([rest, held], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def windows(
+    docs: list[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    count: int,
+    length: int,
+    seed: int,
+    description: str,
+) -> Windows:
+    """`count` windows of `length` tokens, picked by `seed`, in the order of the text.
+
+    Texts are joined and cut into windows with no padding, each led by BOS where the tokenizer
+    itself puts one. Conversations get a window each, cut at `length` and padded on the right.
+    Fewer windows than asked for are taken with a word; none is an error.
+    """
+    if docs and isinstance(docs[0], list):
+        return _chat_windows(docs, tokenizer, count, length, seed, description)
+    start = _leading_ids(tokenizer)
+    ids = tokenizer(
+        "\n\n".join(str(d) for d in docs), add_special_tokens=False, verbose=False
+    )["input_ids"]
+    body = length - len(start)
+    available = len(ids) // body
+    if available == 0:
+        raise UserError(
+            f"{description}: {len(ids)} tokens; wanted at least one window of {length}: "
+            "give more text, or a smaller data.length"
+        )
+    chosen = _choose(available, count, seed, description)
+    rows = [start + ids[i * body : (i + 1) * body] for i in chosen]
+    tensor = torch.tensor(rows, dtype=torch.int64)
+    return Windows(tensor, torch.ones_like(tensor), 0, description)
+
+
+def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """BOS, where the tokenizer puts it before a text by itself."""
+    ids = list(tokenizer("a")["input_ids"])
+    return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
+
+
+def _choose(available: int, count: int, seed: int, description: str) -> list[int]:
+    if available < count:
+        logger.warning(f"{description}: {available} windows, fewer than the {count} asked for")
+        return list(range(available))
+    order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
+    return sorted(order[:count].tolist())
+
+
+def _chat_windows(
+    docs: list[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    length: int,
+    seed: int,
+    description: str,
+) -> Windows:
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the tokenizer has no chat template for data.messages; give plain text by data.field"
+        )
+    chosen = _choose(len(docs), count, seed, description)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids = torch.full((len(chosen), length), pad or 0, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    template_tokens = 0
+    for row, index in enumerate(chosen):
+        messages = docs[index]
+        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        tokens = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        spoken = tokenizer([m["content"] for m in messages], add_special_tokens=False)  # type: ignore[index]
+        template_tokens += max(0, len(tokens) - sum(map(len, spoken["input_ids"])))
+        tokens = tokens[:length]
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        mask[row, : len(tokens)] = 1
+    return Windows(ids, mask, template_tokens, description)
