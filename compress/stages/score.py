@@ -1,0 +1,128 @@
+"""Score: the compressed model beside its original, both loaded from disk as they are served."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from compress.data import heldout_text
+from compress.errors import ConfigError, UserError
+from compress.eval.fidelity import LEAST_WINDOW, windows
+from compress.eval.tasks import TASKS, named, shortened
+from compress.log import logger
+from compress.stage import Run
+
+
+@dataclass(kw_only=True)
+class Score:
+    """What was lost, measured on what ships.
+
+    text: a file of held-out text to measure KL and perplexity on; null: the data's held-out part.
+    windows, window_tokens: how much of it. tasks: names of bundled suites. limit: items a task;
+    null: all. max_new_tokens: cuts the tasks' own limits on the length of an answer; null: leaves
+    them. batch_size: prompts at a time. outputs: answers shown side by side, beside all boundary
+    cases that failed.
+    """
+
+    name: ClassVar[str] = "score"
+    version: ClassVar[int] = 1
+    needs: ClassVar[tuple[str, ...]] = ("dense", "checkpoint")
+    gives: ClassVar[str | None] = "scores"
+    shares: ClassVar[tuple[str, ...]] = ("model", "data", "device", "seed")
+
+    text: str | None = None
+    windows: int = 8
+    window_tokens: int = 1024
+    tasks: list[str] = field(default_factory=lambda: [task.name for task in TASKS])
+    limit: int | None = None
+    max_new_tokens: int | None = None
+    batch_size: int = 8
+    outputs: int = 20
+
+    def __post_init__(self) -> None:
+        least = {"windows": 1, "window_tokens": LEAST_WINDOW, "batch_size": 1}
+        least |= {"limit": 1, "max_new_tokens": 1, "outputs": 0}
+        found = {name: getattr(self, name) for name in least}
+        problems = [
+            f"score.{name} is {value}; wanted at least {least[name]}"
+            for name, value in found.items()
+            if value is not None and value < least[name]
+        ]
+        try:
+            named(self.tasks)
+        except UserError as error:
+            problems.append(str(error))
+        if problems:
+            raise ConfigError(problems)
+
+    def run(self, run: Run, out: Path) -> dict[str, Any]:
+        """Write scores.json and outputs.jsonl (answers side by side), and return the scores."""
+        # Here, since `evaluate` alone takes seconds to import.
+        from compress.eval import sheet
+        from compress.eval.judge import Judge, questions
+
+        dense, seed = run.artifacts["dense"], run.config.seed
+        tokenizer = AutoTokenizer.from_pretrained(dense)
+        # The original's context, so that both answer the same questions.
+        context = AutoConfig.from_pretrained(dense).max_position_embeddings
+        text, source = self._text(run)
+        judge = Judge(
+            tokenizer=tokenizer,
+            windows=self._windows(text, tokenizer, context),
+            asked=questions(
+                [shortened(task, self.max_new_tokens) for task in named(self.tasks)],
+                self.limit,
+                tokenizer,
+                context,
+            ),
+            batch_size=self.batch_size,
+            device=run.config.device,
+            work=run.work,
+        )
+        scores, outputs = judge.judge(dense, run.artifacts["checkpoint"], seed=seed)
+        count, length = judge.windows.shape
+        scores["fidelity"] |= {"windows": count, "window_tokens": length, "text": source}
+        _say(scores)
+        chosen = sheet.select(outputs, self.outputs, seed=seed)
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in chosen]
+        (out / "outputs.jsonl").write_text("".join(lines), encoding="utf-8")
+        (out / "scores.json").write_text(json.dumps(scores, indent=2), encoding="utf-8")
+        return scores
+
+    def _text(self, run: Run) -> tuple[str, str]:
+        """The held-out text, and words for where it comes from."""
+        if self.text is None:
+            return heldout_text(run.config.data)
+        file = Path(self.text).expanduser()
+        try:
+            return file.read_text(encoding="utf-8"), file.name
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"score.text={self.text}: cannot be read as text: {error}") from error
+
+    def _windows(self, text: str, tokenizer: PreTrainedTokenizerBase, context: int) -> Tensor:
+        length = min(self.window_tokens, context)
+        found = windows(text, tokenizer, self.windows, length)
+        if tuple(found.shape) != (self.windows, self.window_tokens):
+            shorter = "model's context" if length < self.window_tokens else "text"
+            logger.info(
+                f"  held-out text: {len(found)} windows of {found.shape[1]} tokens instead of "
+                f"{self.windows} of {self.window_tokens}, since the {shorter} is shorter"
+            )
+        return found
+
+
+def _say(scores: dict[str, Any]) -> None:
+    close = scores["fidelity"]
+    before, after = close["ppl"]["before"], close["ppl"]["after"]
+    logger.info(
+        f"  KL {close['kl']:.4f} nats a token (arithmetic alone: {close['kl_floor']:.4f}), "
+        f"same first choice {100 * close['top1']:.1f}%, perplexity {before:.2f} to {after:.2f}"
+    )
+    for row in scores["tasks"]:
+        logger.info(
+            f"  {row['name']}, {row['metric']}: {row['before']:.1f} to {row['after']:.1f} "
+            f"({row['n']} items, {row['gained']} better, {row['lost']} worse)"
+        )

@@ -1,0 +1,152 @@
+"""Both models judged, one in memory at a time; what is known of them is kept on disk at once."""
+
+import gc
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.artifact import write_json
+from compress.eval import fidelity, sheet, statistics
+from compress.eval.answers import Answer, ask, compare, fitting
+from compress.eval.fidelity import Fidelity, Reference
+from compress.eval.tasks import Item, Task, items
+from compress.log import logger
+from compress.runtime.loader import load
+
+Questions = list[tuple[Task, list[Item]]]
+Job = tuple[str, Callable[[PreTrainedModel], Any]]
+
+
+def questions(
+    tasks: list[Task], limit: int | None, tokenizer: PreTrainedTokenizerBase, context: int
+) -> Questions:
+    """The tasks, each with its first `limit` items, less those that need a longer context."""
+    found = []
+    for task in tasks:
+        every = items(task, limit)
+        fit = fitting(task, every, tokenizer, context)
+        if len(fit) < len(every):
+            logger.info(
+                f"  {task.name}: {len(every) - len(fit)} of {len(every)} items left out, since "
+                f"they do not fit the model's context of {context} tokens"
+            )
+        if fit:
+            found.append((task, fit))
+    return found
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What both models are measured on, and where results are kept.
+
+    tokenizer: the original's. windows [n, T]: held-out text. asked: tasks with their items.
+    work: a folder for results, each written as soon as it is known, so that a killed run goes on.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    windows: Tensor
+    asked: Questions
+    batch_size: int
+    device: str
+    work: Path
+
+    def judge(
+        self, dense: Path, checkpoint: Path, *, seed: int
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Scores, and every item's outputs side by side, of the models in these folders.
+
+        The original is loaded twice, in float32 as the reference for KL and then as it is served,
+        which gives its answers and what the arithmetic alone costs; last the compressed one.
+        """
+        reference = self._reference(dense)
+        before = self._results("original", dense, reference)
+        after = self._results("compressed", checkpoint, reference)
+        rows, outputs = [], []
+        for task, its in self.asked:
+            old, new = ([Answer(**a) for a in found[task.name]] for found in (before, after))
+            rows += compare(task, its, old, new, seed=seed)
+            outputs += sheet.side_by_side(task, its, old, new)
+        close, floor = Fidelity(**after["fidelity"]), Fidelity(**before["fidelity"])
+        scores = {"fidelity": _fidelity(close, floor, seed), "tasks": rows}
+        return scores, outputs
+
+    @property
+    def _folder(self) -> Path:
+        """Where results are kept: its name differs where they would."""
+        asked = [(asdict(task), [asdict(item) for item in its]) for task, its in self.asked]
+        digest = hashlib.sha256(json.dumps([asked, self.batch_size, self.device]).encode())
+        digest.update(self.windows.numpy().tobytes())
+        folder = self.work / digest.hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _reference(self, dense: Path) -> Reference:
+        """The original's predictions on the windows, in float32."""
+        file = self._folder / "reference.safetensors"
+        if not file.exists():
+            model = load(dense, device="cpu", dtype=torch.float32)
+            if self.device == "cuda" and _fits(model):
+                model.to(self.device)
+            reference = fidelity.remember(model, self.windows)
+            aside = file.with_suffix(".part")
+            save_file(vars(reference), aside)
+            aside.rename(file)
+            del model
+            gc.collect()
+        return Reference(**load_file(file))
+
+    def _results(self, who: str, model_folder: Path, reference: Reference) -> dict[str, Any]:
+        """Fidelity and the answers to every task; the model is loaded if one is missing."""
+        jobs: list[Job] = [
+            ("fidelity", lambda model: asdict(fidelity.compare_to(reference, model, self.windows))),
+            *((task.name, partial(self._answers, task, its)) for task, its in self.asked),
+        ]
+        files = {name: self._folder / f"{who}.{name}.json" for name, _ in jobs}
+        missing = [(name, job) for name, job in jobs if not files[name].exists()]
+        if missing:
+            model = load(model_folder, device=self.device, dtype=None)
+            for name, job in missing:
+                logger.info(f"  {who}: {name}")
+                write_json(files[name], job(model))
+            del model
+            gc.collect()
+        return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
+
+    def _answers(self, task: Task, its: list[Item], model: PreTrainedModel) -> list[dict[str, Any]]:
+        answers = ask(model, self.tokenizer, task, its, batch_size=self.batch_size)
+        return [asdict(answer) for answer in answers]
+
+
+def _fits(model: PreTrainedModel) -> bool:
+    """Whether a float32 model on the CPU fits the GPU, with a fifth of its memory to spare."""
+    needed = sum(p.numel() * p.element_size() for p in model.parameters())
+    free, _ = torch.cuda.mem_get_info()
+    if needed > 0.8 * free:
+        logger.info(
+            f"  the original in float32 takes {needed / 1e9:.1f} GB, the GPU has {free / 1e9:.1f} "
+            "GB free: it runs on the CPU"
+        )
+    return needed <= 0.8 * free
+
+
+def _fidelity(close: Fidelity, floor: Fidelity, seed: int) -> dict[str, Any]:
+    before, after = close.perplexity
+    by_window = torch.tensor(close.kl, dtype=torch.float64).numpy()
+    return {
+        "kl": close.mean_kl,
+        "kl_ci95": list(statistics.mean_interval(by_window, seed=seed)),
+        "kl_floor": floor.mean_kl,
+        "top1": close.mean_top1,
+        "top1_floor": floor.mean_top1,
+        "ppl": {"before": before, "after": after},
+        "by_window": asdict(close),
+    }

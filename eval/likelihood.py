@@ -1,0 +1,94 @@
+"""Multiple choice by likelihood: how likely does the model find each continuation of the prompt?
+
+Shapes: B texts a batch, T tokens of the longest, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.eval.text import has_cjk
+from compress.log import progress
+
+
+def encode(
+    prompt: str, continuation: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], int]:
+    """Token ids of prompt + continuation, and how many of them come before the continuation.
+
+    The two are tokenized as one text, since that is how a model sees text, with the special tokens
+    that the tokenizer adds in front. The continuation begins at the first token that differs from
+    those of the prompt alone.
+    """
+    alone = tokenizer(prompt).input_ids
+    ids = tokenizer(prompt + continuation).input_ids
+    # Tokenizers that end a text with a special token would have it in the prompt's middle.
+    if ids[-1] == alone[-1] == tokenizer.eos_token_id:
+        alone, ids = alone[:-1], ids[:-1]
+    pairs = enumerate(zip(alone, ids, strict=False))
+    start = next((i for i, (a, b) in pairs if a != b), min(len(alone), len(ids)))
+    if not 0 < start < len(ids):
+        raise ValueError(f"prompt {prompt!r}, continuation {continuation!r}: wanted tokens in both")
+    return ids, start
+
+
+@torch.inference_mode()
+def log_likelihoods(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[tuple[str, str]],
+    *,
+    batch_size: int,
+) -> list[float]:
+    """Log P(continuation | prompt) in nats, for each pair of texts, in their order.
+
+    Batches are padded on the right, where causal attention never looks, and masked. Token i is
+    predicted by position i - 1.
+    """
+    encoded = [encode(prompt, continuation, tokenizer) for prompt, continuation in pairs]
+    order = sorted(range(len(pairs)), key=lambda i: len(encoded[i][0]))
+    results = [0.0] * len(pairs)
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    for batch in progress(batches, "likelihoods", "batch"):
+        ids, mask = _right_padded([encoded[i][0] for i in batch])
+        logits = model(
+            input_ids=ids.to(model.device), attention_mask=mask.to(model.device), use_cache=False
+        ).logits
+        for row, i in enumerate(batch):
+            tokens, start = encoded[i]
+            scores = logits[row, start - 1 : len(tokens) - 1].float().log_softmax(-1)
+            wanted = torch.tensor(tokens[start:], device=model.device)
+            results[i] = float(scores.gather(1, wanted[:, None]).double().sum())
+    return results
+
+
+def _right_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, both int64 [B, T]; the padding is token 0, which the mask hides."""
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(row)] = 1
+    return ids, mask
+
+
+def spaced(choice: str) -> str:
+    """A choice as it continues a prompt: after a space, but for Chinese, which has none."""
+    return choice if has_cjk(choice) else f" {choice}"
+
+
+def pick(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: list[tuple[str, tuple[str, ...]]],
+    *,
+    batch_size: int,
+) -> list[list[float]]:
+    """For each (prompt, choices): the log-likelihood of every choice, per character.
+
+    Divided by length in characters as in lm-evaluation-harness's acc_norm, so that long choices
+    are not at a loss; unlike tokens, characters mean the same to every tokenizer.
+    """
+    pairs = [(prompt, spaced(choice)) for prompt, choices in questions for choice in choices]
+    scores = iter(log_likelihoods(model, tokenizer, pairs, batch_size=batch_size))
+    return [[next(scores) / len(choice) for choice in choices] for _, choices in questions]

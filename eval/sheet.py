@@ -1,0 +1,70 @@
+"""Outputs side by side, for a person to read: what the averages leave out."""
+
+import random
+from typing import Any
+
+from compress.eval import rules
+from compress.eval.answers import Answer, each, score
+from compress.eval.tasks import Item, Task
+
+PROMPT = 2000  # characters of a prompt that are shown
+
+
+def side_by_side(
+    task: Task, items: list[Item], before: list[Answer], after: list[Answer]
+) -> list[dict[str, Any]]:
+    """A record an item: the prompt, what is right, both answers and both scores (0 to 100)."""
+    name = task.metrics[0]
+    scores = [each(name, score(task, items, answers)[name]).tolist() for answers in (before, after)]
+    return [
+        {
+            "task": task.name,
+            "id": item.id,
+            "prompt": _shown(item.prompt),
+            "references": list(item.references),
+            "before": old.text,
+            "after": new.text,
+            "metric": name,
+            "score_before": old_score,
+            "score_after": new_score,
+            "broken_before": rules.broken(item.rules, old.text),
+            "broken_after": rules.broken(item.rules, new.text),
+        }
+        for item, old, new, old_score, new_score in zip(items, before, after, *scores, strict=True)
+    ]
+
+
+def _shown(prompt: str) -> str:
+    """The prompt, or the two ends of one too long to read."""
+    if len(prompt) <= PROMPT:
+        return prompt
+    cut = len(prompt) - PROMPT
+    return f"{prompt[: PROMPT // 2]}\n[… {cut} characters …]\n{prompt[-PROMPT // 2 :]}"
+
+
+def select(records: list[dict[str, Any]], count: int, *, seed: int) -> list[dict[str, Any]]:
+    """What to show: every boundary case that failed, then `count` more, each with the reason why.
+
+    Half of the `count` are those whose score changed most (among equals, those whose answers
+    differ), half are drawn by chance from the rest.
+    """
+    failed = [r for r in records if r["broken_before"] or r["broken_after"]]
+    rest = [r for r in records if r not in failed]
+    rest.sort(key=_difference, reverse=True)
+    changed = [r for r in rest[: count // 2] if r["before"] != r["after"]]
+    others = rest[len(changed) :]
+    drawn = random.Random(seed).sample(others, min(count - len(changed), len(others)))
+    return [
+        {"why": why, **record}
+        for why, chosen in (
+            ("boundary case failed", failed),
+            ("largest difference", changed),
+            ("drawn by chance", drawn),
+        )
+        for record in chosen
+    ]
+
+
+def _difference(record: dict[str, Any]) -> tuple[float, bool]:
+    change = abs(record["score_after"] - record["score_before"])
+    return change, record["before"] != record["after"]

@@ -1,0 +1,69 @@
+"""Is a difference between two models more than chance? Paired, since both answer the same items.
+
+Shapes: n items, S numbers an item (see eval/metrics.py), B resamples.
+"""
+
+from collections.abc import Callable
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.float64]
+
+
+def paired_interval(
+    before: Rows,
+    after: Rows,
+    total: Callable[[Rows], float],
+    *,
+    seed: int,
+    resamples: int = 1000,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """Bootstrap interval of total(after) - total(before), from rows [n, S] of the same n items.
+
+    Items are resampled with replacement, the same ones for both models, and the percentiles of the
+    difference are taken (Efron and Tibshirani, 1993, chapter 13; Koehn, 2004, for BLEU). With few
+    items it is too narrow, and where no item differs it is [0, 0].
+    """
+    if before.shape != after.shape or not len(before):
+        raise ValueError(
+            f"rows {before.shape} and {after.shape}; wanted the same items, at least 1"
+        )
+    draws = np.random.default_rng(seed).integers(len(before), size=(resamples, len(before)))
+    differences = [total(after[i].sum(0)) - total(before[i].sum(0)) for i in draws]
+    return _percentiles(differences, level)
+
+
+def mean_interval(
+    values: Rows, *, seed: int, resamples: int = 1000, level: float = 0.95
+) -> tuple[float, float]:
+    """Bootstrap interval of the mean of `values` [n], by percentiles."""
+    draws = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
+    return _percentiles(values[draws].mean(1), level)
+
+
+def _percentiles(values: list[float] | Rows, level: float) -> tuple[float, float]:
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def flips(before: Rows, after: Rows) -> tuple[int, int]:
+    """(gained, lost): items whose score [n] rose, and items whose score fell.
+
+    Equal averages can hide many changed answers (Dutta et al., 2024, arXiv:2407.09141).
+    """
+    return int((after > before).sum()), int((after < before).sum())
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Two-sided exact p-value of McNemar's test: were gains and losses equally likely?
+
+    The binomial tail of `min(gained, lost)` out of `gained + lost` at 1/2, doubled; on graded
+    scores it is the sign test.
+    """
+    changed = gained + lost
+    tail = sum(comb(changed, k) for k in range(min(gained, lost) + 1))
+    # Integers until the last step: 2 ** -changed underflows beyond a thousand items.
+    return min(1.0, 2 * tail / 2**changed)

@@ -1,0 +1,32 @@
+"""How text is cut for scoring: English by words, Chinese by characters."""
+
+import re
+import unicodedata
+
+CJK = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+UNIT = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
+COMMA_IN_NUMBER = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+ARTICLES = {"a", "an", "the"}
+
+
+def has_cjk(text: str) -> bool:
+    """Whether `text` holds a Chinese character."""
+    return re.search(f"[{CJK}]", text) is not None
+
+
+def units(text: str) -> list[str]:
+    """The units that are compared: a Chinese character, or a run of letters or digits, lower case.
+
+    On ASCII text these are the tokens of rouge-score's own tokenizer, which drops all else. NFKC
+    makes full-width letters and digits equal to the plain ones.
+    """
+    return UNIT.findall(unicodedata.normalize("NFKC", text).lower())
+
+
+def normalized(text: str) -> list[str]:
+    """`units` without articles and without commas in numbers: what exact match compares.
+
+    The normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), extended to Chinese.
+    """
+    plain = COMMA_IN_NUMBER.sub("", text)
+    return [unit for unit in units(plain) if unit not in ARTICLES]
