@@ -9,12 +9,19 @@ quantized and how; a quantized linear `name` holds, in safetensors,
                    name.weight_shape int64 [2]
 """
 
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compress.artifact import write_json
 from compress.errors import UserError
+from compress.model import INDEX, SINGLE, TensorFiles
 from compress.qtensor import QTensor, QuantSpec, pack_int32, unpack_int32
 
 
@@ -101,3 +108,109 @@ def unpack(name: str, tensors: dict[str, Tensor], spec: QuantSpec) -> QTensor:
     in_features = int(tensors[f"{name}.weight_shape"][1])
     ints = unpack_int32(tensors[f"{name}.weight_packed"], spec.bits, in_features)
     return QTensor(ints, scales, spec)
+
+
+SHARD_BYTES = 2_000_000_000
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
+LEFT_BEHIND = ("config.json", INDEX, "README.md")
+
+
+def write(
+    folder: Path,
+    parts: Iterable[Mapping[str, Tensor]],
+    config: Mapping[str, Any],
+    like: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a model folder: `parts` as shards, `config`, and all else (tokenizer, ...) of `like`.
+
+    Memory is that of one shard. A single shard is called model.safetensors.
+    """
+    shards: list[tuple[Path, list[str]]] = []
+    waiting: dict[str, Tensor] = {}
+    waiting_bytes = total = 0
+
+    def flush() -> None:
+        file = folder / f"shard-{len(shards):05d}.tmp"
+        save_file({n: t.contiguous() for n, t in waiting.items()}, file, {"format": "pt"})
+        shards.append((file, list(waiting)))
+        waiting.clear()
+
+    for part in parts:
+        size = sum(t.numel() * t.element_size() for t in part.values())
+        if waiting and waiting_bytes + size > shard_bytes:
+            flush()
+            waiting_bytes = 0
+        waiting.update(part)
+        waiting_bytes, total = waiting_bytes + size, total + size
+    flush()
+
+    if len(shards) == 1:
+        shards[0][0].rename(folder / SINGLE)
+    else:
+        weight_map = {}
+        for number, (file, names) in enumerate(shards, 1):
+            final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file.rename(folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / INDEX, index)
+    write_json(folder / "config.json", dict(config))
+    copy_companions(like, folder)
+
+
+def rewrite(
+    source: Path, folder: Path, changed: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> None:
+    """Write the model of `source` again with some tensors `changed` and another `config`."""
+    files = TensorFiles.files(source)
+    parts = (
+        {name: changed.get(name, tensor).cpu() for name, tensor in load_file(file).items()}
+        for file in files
+    )
+    write(folder, parts, config, source)
+
+
+def reshard(source: Path, folder: Path, *, shard_bytes: int) -> None:
+    """Make `folder` the model of `source` in shards of at most `shard_bytes`, or linked as it is
+    where a single file will do."""
+    files = TensorFiles.files(source)
+    if sum(file.stat().st_size for file in files) <= shard_bytes and len(files) == 1:
+        hand_on(source, folder)
+        return
+    tensors = TensorFiles(source)
+    parts = ({name: tensors[name]} for file in files for name in sorted(tensors) if tensors.file_of[name] == file)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    write(folder, parts, config, source, shard_bytes=shard_bytes)
+
+
+def hand_on(source: Path, folder: Path) -> None:
+    """Make `folder` the same model as `source`: by links where the disk can, else by copies."""
+    for file in sorted(source.iterdir()):
+        if file.is_file():
+            link_or_copy(file, folder / file.name)
+
+
+def link_or_copy(file: Path, target: Path) -> None:
+    """Put `file` at `target` without taking room twice, where the file system allows it."""
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(file)
+    except OSError:
+        shutil.copyfile(file, target)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what a model folder holds beside its weights: tokenizer, chat template, generation
+    config, licence. The chat template is also put into tokenizer_config.json, since not every
+    engine reads chat_template.jinja."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix not in WEIGHTS and file.name not in LEFT_BEHIND:
+            shutil.copyfile(file, folder / file.name)
+    template, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if template.exists() and settings.exists():
+        tokenizer = json.loads(settings.read_text(encoding="utf-8"))
+        if "chat_template" not in tokenizer:
+            tokenizer["chat_template"] = template.read_text(encoding="utf-8")
+            write_json(settings, tokenizer)

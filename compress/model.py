@@ -177,6 +177,13 @@ class BlockModel:
         finally:
             block.to("meta")
 
+    def outside_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What lies outside the blocks, as stored, read one by one; a tied head is left out."""
+        tied = tied_names(self.skeleton)
+        for name in self.tensors:
+            if not name.startswith(f"{self.prefix}.") and name not in tied:
+                yield name, self.tensors[name]
+
     def embed(self, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, list[dict[str, Any]]]:
         """What the first block gets for `ids` [B, T]: hidden states [B, T, H], and each block's
         other arguments (masks, rotary tables)."""
@@ -262,3 +269,15 @@ def storage_dtype(config: PretrainedConfig, wanted: str) -> torch.dtype:
         return getattr(torch, wanted)
     stored = config.dtype or torch.bfloat16
     return torch.bfloat16 if stored == torch.float32 else stored
+
+
+def linear_shapes(
+    config: PretrainedConfig, trust_remote_code: bool = False
+) -> dict[str, tuple[int, int]]:
+    """(out_features, in_features) of every linear inside the blocks, by its full name."""
+    prefix, blocks = find_blocks(skeleton(config, torch.bfloat16, trust_remote_code))
+    return {
+        f"{prefix}.{name}": (module.out_features, module.in_features)
+        for name, module in blocks.named_modules()
+        if isinstance(module, nn.Linear)
+    }

@@ -1,0 +1,110 @@
+"""Quantize one decoder block: smooth, clip, round, each linear judged on real inputs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compress.algorithms.rtn import rtn, search_clip
+from compress.algorithms.smooth import fake_quantize, search_strength
+from compress.qtensor import QTensor, QuantSpec
+from compress.structure import Feed
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What was done to a linear. error and error_rtn: |Y - Y'| / |Y| on the calibration rows,
+    of what is kept and of plain rounding. smooth: strength of the smoothing of its input, if any.
+    clip: mean over its groups, 1 where nothing is cut."""
+
+    name: str
+    error: float
+    error_rtn: float
+    smooth: float | None
+    clip: float
+
+
+def smooth_block(
+    block: nn.Module,
+    feeds: Sequence[Feed],
+    statistics: dict[str, Tensor],
+    quantized: set[str],
+    spec: QuantSpec,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Move scales between the block's weights, in place, wherever it lessens the output error.
+
+    statistics: `<name>.rows` [R, K], `<name>.absmax` and `<name>.mean_abs` [K] by the linear's
+    name in the block. Returns, by the same names, the scales [K] by which inputs are now divided,
+    and their strengths.
+    """
+    divided: dict[str, Tensor] = {}
+    strengths: dict[str, float] = {}
+    size = "mean_abs" if spec.activation_bits is None else "absmax"
+    for feed in feeds:
+        targets = [name for name in feed.targets if name in quantized]
+        if not targets:
+            continue
+        scales, strength = search_strength(
+            statistics[f"{targets[0]}.rows"],
+            statistics[f"{targets[0]}.{size}"],
+            [block.get_submodule(name).weight for name in targets],
+            spec,
+            dtype,
+            tie=(feed.repeat, feed.head),
+        )
+        if strength is None:
+            continue
+        _divide_outputs(block.get_submodule(feed.source), scales, feed)
+        for name in feed.targets:
+            block.get_submodule(name).weight.mul_(scales)
+            divided[name], strengths[name] = scales, strength
+    return divided, strengths
+
+
+def _divide_outputs(source: nn.Module, scales: Tensor, feed: Feed) -> None:
+    """Divide the output channels of a norm or a linear; a value head read often, once."""
+    if feed.repeat > 1:
+        scales = scales.reshape(-1, feed.repeat, feed.head)[:, 0].reshape(-1)
+    if source.weight.ndim == 2:
+        source.weight.div_(scales.unsqueeze(1))
+        if source.bias is not None:
+            source.bias.div_(scales)
+    else:
+        source.weight.div_(scales)
+
+
+def quantize_linear(
+    name: str,
+    original: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    divided: Tensor | None,
+    strength: float | None,
+    spec: QuantSpec,
+    dtype: torch.dtype,
+    *,
+    clip: bool,
+) -> tuple[QTensor, LayerReport]:
+    """Round one weight [N, K] (original: before smoothing), and measure it on `rows` [R, K]."""
+    inputs = rows.float() if divided is None else rows.float() / divided
+    served = fake_quantize(inputs, spec)
+    # The clip is judged on inputs as they will be served, so that it need not fit what is lost.
+    clips: Tensor | float = search_clip(weight, served, spec, dtype) if clip else 1.0
+    quantized = rtn(weight, spec, dtype, clips)
+    wanted = rows.float() @ original.float().T
+    plain = fake_quantize(rows, spec) @ rtn(original, spec, dtype).dequantize().T
+    kept = served @ quantized.dequantize().T
+    report = LayerReport(
+        name=name,
+        error=_relative(wanted, kept),
+        error_rtn=_relative(wanted, plain),
+        smooth=strength,
+        clip=float(clips.mean()) if isinstance(clips, Tensor) else clips,
+    )
+    return quantized, report
+
+
+def _relative(wanted: Tensor, found: Tensor) -> float:
+    return float((wanted - found).norm() / wanted.norm().clamp_min(1e-12))

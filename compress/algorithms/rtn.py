@@ -1,0 +1,57 @@
+"""Round to nearest, with a searched clip: the ground that every other algorithm stands on."""
+
+import torch
+from torch import Tensor
+
+from compress.qtensor import QTensor, QuantSpec, quantize
+
+CLIPS = tuple(1.0 - 0.05 * step for step in range(11))  # 1.00, 0.95, ... 0.50
+SMALLEST_SCALE = 1e-8
+
+
+def scales_for(weight: Tensor, spec: QuantSpec, clip: Tensor | float = 1.0) -> Tensor:
+    """Scales [N, G] that put the largest weight of each group, times `clip`, on the last integer.
+
+    weight: [N, K]. clip: a number, or [N, G].
+    """
+    n, k = weight.shape
+    largest = weight.float().reshape(n, spec.groups(k), -1).abs().amax(-1)
+    return (largest * clip / spec.qmax).clamp_min(SMALLEST_SCALE)
+
+
+def rtn(weight: Tensor, spec: QuantSpec, dtype: torch.dtype, clip: Tensor | float = 1.0) -> QTensor:
+    """Round `weight` [N, K] to the nearest integer times scale; scales are stored in `dtype`."""
+    scales = scales_for(weight, spec, clip).to(dtype)
+    # A scale that the dtype cannot hold would be 0, and every weight NaN.
+    scales = scales.clamp_min(torch.finfo(dtype).tiny)
+    return QTensor(quantize(weight, scales, spec), scales, spec)
+
+
+def search_clip(weight: Tensor, inputs: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """The clip [N, G] of each group that least disturbs the layer's output on `inputs` [R, K].
+
+    The error of a group is |X_g (W_g - Q(W_g))|^2, summed over the rows of `inputs`: the objective
+    of AWQ's clip search (Lin et al. 2023, arXiv:2306.00978), over CLIPS. Cutting the few largest
+    weights of a group buys finer steps for all the others.
+    """
+    n, k = weight.shape
+    groups = spec.groups(k)
+    rows = inputs.float().reshape(len(inputs), groups, -1)
+    best = torch.ones(n, groups, device=weight.device)
+    least = torch.full((n, groups), torch.inf, device=weight.device)
+    for clip in CLIPS:
+        error = weight.float() - rtn(weight, spec, dtype, clip).dequantize()
+        loss = _group_errors(error.reshape(n, groups, -1), rows)
+        better = loss < least
+        best[better], least[better] = clip, loss[better]
+    return best
+
+
+def _group_errors(error: Tensor, rows: Tensor) -> Tensor:
+    """|X_g E_g|^2 of every output channel and group, [N, G], from [N, G, g] and [R, G, g]."""
+    by_group, rows_by_group = error.transpose(0, 1), rows.transpose(0, 1)
+    if rows_by_group.shape[1] < rows_by_group.shape[2]:
+        return (by_group @ rows_by_group.transpose(1, 2)).square().sum(-1).T
+    # More rows than channels a group: through X^T X, which does not grow with the rows.
+    gram = rows_by_group.transpose(1, 2) @ rows_by_group
+    return ((by_group @ gram) * by_group).sum(-1).T

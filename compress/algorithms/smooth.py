@@ -1,0 +1,89 @@
+"""Move the difficulty of outlier channels from activations to weights, as far as it pays.
+
+SmoothQuant (Xiao et al. 2022, arXiv:2211.10438) where activations are quantized, the scaling of
+AWQ (Lin et al. 2023, arXiv:2306.00978) where weights alone are; the strength is searched per layer
+against the output error on calibration rows instead of being set once for the model.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compress.algorithms.rtn import rtn
+from compress.qtensor import QuantSpec
+
+STRENGTHS = tuple(0.1 * step for step in range(11))  # 0 (leave as it is), 0.1, ... 1.0
+
+
+def smoothing_scales(
+    activations: Tensor, weights: Sequence[Tensor], strength: float, spec: QuantSpec
+) -> Tensor:
+    """Scales s [K] by which inputs are divided and weights multiplied, with geometric mean 1.
+
+    activations: a size [K] of each input channel: its absolute maximum where activations are
+    quantized, its mean absolute otherwise. weights: [N, K] each.
+    """
+    size = activations.float().clamp_min(1e-5)
+    if spec.activation_bits is not None:
+        largest = torch.stack([w.float().abs().amax(0) for w in weights]).amax(0).clamp_min(1e-5)
+        scales = size.pow(strength) / largest.pow(1 - strength)
+    else:
+        scales = size.pow(strength)
+    return scales / scales.log().mean().exp()
+
+
+def search_strength(
+    inputs: Tensor,
+    activations: Tensor,
+    weights: Sequence[Tensor],
+    spec: QuantSpec,
+    dtype: torch.dtype,
+    *,
+    tie: tuple[int, int] = (1, 1),
+) -> tuple[Tensor, float | None]:
+    """The scales [K] that least disturb the outputs of `weights` on `inputs` [R, K].
+
+    Returns the scales and their strength; ones and None where nothing beats leaving it alone.
+    tie: (repeat, head) of grouped-query attention, see `tied`.
+    """
+    best, chosen = torch.ones_like(activations, dtype=torch.float32), None
+    least = sum(output_error(inputs, inputs, w, w, spec, dtype) for w in weights)
+    for strength in STRENGTHS:
+        scales = tied(smoothing_scales(activations, weights, strength, spec), *tie)
+        smoothed = inputs.float() / scales
+        loss = sum(output_error(inputs, smoothed, w, w.float() * scales, spec, dtype) for w in weights)
+        if loss < least:
+            best, chosen, least = scales, strength, loss
+    return best, chosen
+
+
+def tied(scales: Tensor, repeat: int, head: int) -> Tensor:
+    """Scales [K] made equal where `repeat` query heads read one value head of `head` channels."""
+    if repeat == 1:
+        return scales
+    heads = scales.reshape(-1, repeat, head)
+    return heads.log().mean(1, keepdim=True).exp().expand_as(heads).reshape(-1)
+
+
+def output_error(
+    inputs: Tensor,
+    served_inputs: Tensor,
+    weight: Tensor,
+    served_weight: Tensor,
+    spec: QuantSpec,
+    dtype: torch.dtype,
+) -> float:
+    """|X W^T - Q(X') Q(W')^T|^2, the squared error of the layer as it will be served."""
+    quantized = rtn(served_weight, spec, dtype).dequantize()
+    wanted = inputs.float() @ weight.float().T
+    return float((wanted - fake_quantize(served_inputs, spec) @ quantized.T).square().sum())
+
+
+def fake_quantize(inputs: Tensor, spec: QuantSpec) -> Tensor:
+    """Inputs [R, K] as the kernels see them: per-token symmetric integers, or left as they are."""
+    if spec.activation_bits is None:
+        return inputs.float()
+    largest = (1 << (spec.activation_bits - 1)) - 1
+    scale = inputs.float().abs().amax(-1, keepdim=True).clamp_min(1e-8) / largest
+    return torch.round(inputs.float() / scale).clamp(-largest, largest) * scale

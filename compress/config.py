@@ -1,0 +1,139 @@
+"""The whole configuration: one dataclass a section, listed here by hand and nowhere else."""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from compress.data import Data
+from compress.engines import ENGINES
+from compress.errors import ConfigError, UserError
+from compress.source import Model
+from compress.stage import Stage
+from compress.stages.calibrate import Calibrate
+from compress.stages.distill import Distill
+from compress.stages.export import Export
+from compress.stages.extend import Extend
+from compress.stages.plan import Plan
+from compress.stages.quantize import Quantize
+from compress.stages.report import Report
+from compress.stages.score import Score
+from compress.stages.serve import Serve
+
+STAGES = (
+    "plan",
+    "calibrate",
+    "quantize",
+    "distill",
+    "extend",
+    "export",
+    "serve",
+    "score",
+    "report",
+)
+
+
+@dataclass(kw_only=True)
+class Config:
+    """A recipe, resolved.
+
+    recipe: its name. out: the run's folder, runs/<recipe>/<model> unless given; a run goes on
+        where it stopped. seed: of everything that draws at random. device: cpu, cuda, or auto.
+    engine: what will serve the checkpoint: any, vllm, sglang, transformers, or native (our own
+        runtime, which serves v_proj quantized too).
+    stages: which stages run, in the order of the pipeline. only: this one stage, from what is on
+        disk. force: rebuild from the first of these stages on.
+    """
+
+    recipe: str = "???"
+    out: str | None = None
+    seed: int = 0
+    device: str = "auto"
+    engine: str = "any"
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    only: str | None = None
+    force: list[str] = field(default_factory=list)
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    plan: Plan = field(default_factory=Plan)
+    calibrate: Calibrate = field(default_factory=Calibrate)
+    quantize: Quantize = field(default_factory=Quantize)
+    distill: Distill = field(default_factory=Distill)
+    extend: Extend = field(default_factory=Extend)
+    export: Export = field(default_factory=Export)
+    serve: Serve = field(default_factory=Serve)
+    score: Score = field(default_factory=Score)
+    report: Report = field(default_factory=Report)
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, value, choices in (
+            ("device", [self.device], ("auto", "cpu", "cuda")),
+            ("engine", [self.engine], ENGINES),
+            ("stages", self.stages, STAGES),
+            ("only", [self.only] if self.only else [], STAGES),
+            ("force", self.force, STAGES),
+        ):
+            for found in value:
+                if found not in choices:
+                    problems.append(f"{name} is {found!r}; wanted one of {', '.join(choices)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            problems.append("device is cuda, but torch sees no GPU here; use device=cpu")
+        if not self.stages:
+            problems.append("stages is empty; wanted at least one")
+        if problems:
+            raise ConfigError(problems)
+        if self.device == "auto":
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.stages = [name for name in STAGES if name in self.stages]
+        self.out = self.out or f"runs/{self.recipe}/{self.model.name}"
+
+    def stage(self, name: str) -> Stage:
+        """The stage of this name, with its configuration."""
+        return getattr(self, name)
+
+    def section(self, name: str) -> Any:
+        """A section as plain data, for fingerprints and the report."""
+        value = getattr(self, name)
+        return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+
+
+def register() -> None:
+    """Give Hydra the schema, against which every field of every recipe is checked."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def typed(config: DictConfig) -> Config:
+    """The composed configuration as objects. All that is wrong is collected and raised at once."""
+    sections, problems = {}, []
+    for name in config:
+        try:
+            value = config[name]
+            sections[str(name)] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        except ConfigError as error:
+            problems += error.problems
+        except OmegaConfBaseException as error:
+            problems.append(f"{name}: {str(error).splitlines()[0]}")
+    if problems:
+        raise ConfigError(problems)
+    return Config(**sections)
+
+
+def check_field(path: str) -> None:
+    """Raise UserError where the schema has no field of this dotted name, with those near it."""
+    kind: Any = Config
+    for depth, part in enumerate(path.split(".")):
+        names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+        if part not in names:
+            where = ".".join(path.split(".")[:depth])
+            near = difflib.get_close_matches(part, names, n=3) or names
+            raise UserError(
+                f"{path}: no such field; {where or 'the configuration'} has {', '.join(near)}"
+            )
+        kind = get_type_hints(kind)[part]

@@ -1,0 +1,248 @@
+"""The order of the stages: what can be skipped, what goes on, what is refused."""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from compress import data, log, source
+from compress.artifact import Artifact, differences, fingerprint, write_text
+from compress.config import Config
+from compress.errors import UserError
+from compress.machine import PeakMemory, hardware, packages
+from compress.stage import Run, Stage
+
+logger = log.logger
+
+MANIFESTS = "manifests"
+"""The kind that every stage can read: what the stages before it said."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage with its place on disk and all that its result depends on."""
+
+    stage: Stage
+    artifact: Artifact
+    key: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+
+def run(config: Config) -> Path:
+    """Take the model through the recipe's stages and return the run's folder.
+
+    Stages whose result is on disk, made from the same settings, are skipped; an interrupted stage
+    goes on. Raises UserError for what the user can mend, before anything is loaded where possible.
+    """
+    out = Path(config.out or "")
+    with _own(out):
+        log.start(out / "log.txt")
+        try:
+            started = time.monotonic()
+            steps = plan_steps(config, out)
+            ran = _run_steps(config, steps)
+            publish(out)
+            seconds = time.monotonic() - started
+            if ran:
+                logger.info(f"done in {seconds:.0f} s: {out}")
+            else:
+                logger.info(f"nothing to do: every stage is done, {out} ({seconds:.1f} s)")
+            return out
+        finally:
+            log.stop()
+
+
+def plan_steps(config: Config, out: Path) -> list[Step]:
+    """The steps of this run, each with its key. Raises UserError where they do not fit together.
+
+    An artifact depends on its stage's fields and version, on the sections of the configuration
+    that it shares, and on the artifacts it reads, by their own fingerprints.
+    """
+    path = source.locate(config.model) if config.model.path != source.TINY else None
+    if path is not None and path.is_dir():
+        source.read_config(path, config.model.trust_remote_code)
+    made = {"model": source.fingerprint(path) if path else source.TINY}
+    shared = {
+        "model": {**config.section("model"), "path": made["model"]},
+        "data": {**config.section("data"), "path": data.fingerprint(config.data)},
+        "seed": config.seed,
+        "engine": config.engine,
+        "device": config.device,
+    }
+    stages = [config.stage(name) for name in config.stages]
+    kinds: dict[str, str] = {}
+    if path is not None and path.is_dir():
+        kinds["dense"] = made["model"]
+    else:
+        stages.insert(0, source.Source())
+
+    steps: list[Step] = []
+    for stage in stages:
+        missing = [k for k in stage.needs if k != MANIFESTS and k not in kinds]
+        if missing:
+            raise UserError(_missing(stage.name, missing, config))
+        earlier = {s.name: fingerprint(s.key) for s in steps}
+        key = {
+            "stage": stage.name,
+            "version": stage.version,
+            stage.name: config.section(stage.name) if stage.name != "source" else {},
+            **{name: shared[name] for name in stage.shares},
+            "inputs": {k: earlier if k == MANIFESTS else kinds[k] for k in stage.needs},
+        }
+        artifact = Artifact(stage.name, _folder(stage.name, out), out / "stages")
+        steps.append(Step(stage, artifact, key))
+        if stage.gives is not None:
+            kinds[stage.gives] = fingerprint(key)
+    _refuse_changes(steps, config)
+    return steps
+
+
+def _folder(name: str, out: Path) -> Path:
+    return out / "checkpoint" if name == "export" else out / "stages" / name
+
+
+def _missing(name: str, kinds: list[str], config: Config) -> str:
+    makers = [s for s in config.stages if config.stage(s).gives in kinds]
+    from compress.config import STAGES
+
+    makers = makers or [s for s in STAGES if config.stage(s).gives in kinds]
+    return (
+        f"{name} needs {' and '.join(kinds)}, made by {' or '.join(makers)}, "
+        f"which stages=[{','.join(config.stages)}] leaves out before it; add it"
+    )
+
+
+def _forced(config: Config, steps: list[Step]) -> set[str]:
+    """The stages that `force` rebuilds: from the first named one on."""
+    names = [s.name for s in steps]
+    first = min((names.index(f) for f in config.force if f in names), default=len(names))
+    return set(names[first:])
+
+
+def _refuse_changes(steps: list[Step], config: Config) -> None:
+    forced = _forced(config, steps)
+    for step in steps:
+        if step.name in forced or (config.only and step.name != config.only):
+            continue
+        manifest = step.artifact.manifest()
+        old = manifest["key"] if manifest else step.artifact.partial_key()
+        if old is None or old == step.key or old["inputs"] != step.key["inputs"]:
+            # Other inputs are told where they change, at the stage that makes them.
+            changed = old is not None and old != step.key and _own_part(old) != _own_part(step.key)
+            if not changed:
+                continue
+        raise UserError(
+            f"{step.artifact.folder}: made with other settings: "
+            f"{'; '.join(differences(_own_part(old), _own_part(step.key)))}. "
+            f"Add force=[{step.name}] to rebuild from there on, or give another out=FOLDER"
+        )
+
+
+def _own_part(key: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in key.items() if name != "inputs"}
+
+
+def _run_steps(config: Config, steps: list[Step]) -> bool:
+    """Run what has to run; True where anything did."""
+    artifacts, manifests, ran = {}, {}, False
+    forced = _forced(config, steps)
+    if not isinstance(steps[0].stage, source.Source):
+        artifacts["dense"] = source.locate(config.model)
+    for step in steps:
+        manifest = None if step.name in forced else step.artifact.manifest()
+        wanted = config.only in (None, step.name) or step.name == "source"
+        done = manifest is not None and (manifest["key"] == step.key or not wanted)
+        if not done and not wanted:
+            continue
+        if not done:
+            for kind in step.stage.needs:
+                if kind != MANIFESTS and kind not in artifacts:
+                    raise UserError(_missing_on_disk(step, kind, steps))
+            manifest = _run_step(config, step, artifacts, manifests)
+            ran = True
+        assert manifest is not None
+        manifests[step.name] = {**manifest, "skipped": done}
+        if step.stage.gives is not None:
+            artifacts[step.stage.gives] = step.artifact.folder
+        if done and wanted:
+            logger.info(f"{step.name}: done before, skipped")
+    return ran
+
+
+def _missing_on_disk(step: Step, kind: str, steps: list[Step]) -> str:
+    maker = next(s.name for s in steps if s.stage.gives == kind)
+    return (
+        f"{step.name} needs {kind}, which is not in {step.artifact.stages}; "
+        f"run it first with only={maker}, or without only="
+    )
+
+
+def _run_step(
+    config: Config, step: Step, artifacts: Mapping[str, Path], manifests: Mapping[str, Any]
+) -> dict[str, Any]:
+    resumed = step.artifact.begin(step.key)
+    logger.info(f"{step.name}{': goes on' if resumed else ''}")
+    started, clock = datetime.now(UTC), time.monotonic()
+    with PeakMemory() as memory:
+        inputs = Run(config, artifacts, step.artifact.work, manifests)
+        metrics = step.stage.run(inputs, step.artifact.out)
+    seconds = time.monotonic() - clock
+    manifest = {
+        "stage": step.name,
+        "version": step.stage.version,
+        "fingerprint": fingerprint(step.key),
+        "key": step.key,
+        "config": step.key[step.name],
+        "inputs": step.key["inputs"],
+        "metrics": metrics,
+        "seconds": seconds,
+        "peak_rss_bytes": memory.peak,
+        "resumed": resumed,
+        "packages": packages(),
+        "hardware": hardware(),
+        "seed": config.seed,
+        "started": started.isoformat(timespec="seconds"),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    step.artifact.finish(manifest)
+    logger.info(f"{step.name}: {seconds:.1f} s, peak memory {memory.peak / 1e9:.2f} GB")
+    return manifest
+
+
+def publish(out: Path) -> None:
+    """Put the report where a person looks for it: report.html, .md and .json in the run folder."""
+    for file in sorted((out / "stages" / "report").glob("report.*")):
+        text = file.read_text(encoding="utf-8")
+        target = out / file.name
+        if not target.exists() or target.read_text(encoding="utf-8") != text:
+            write_text(target, text)
+
+
+@contextmanager
+def _own(out: Path) -> Iterator[None]:
+    """Make the run folder and keep other runs out of it while this one works."""
+    try:
+        (out / "stages").mkdir(parents=True, exist_ok=True)
+        lock = (out / "stages" / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written ({error.strerror})") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"out={out}: another run is at work there; wait for it") from error
+        yield
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that can still be written where `folder` lies."""
+    return shutil.disk_usage(folder if folder.exists() else os.curdir).free

@@ -1,0 +1,93 @@
+"""export: the folder that engines load, read back from disk before it is called done."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from compress import checkpoint, heldout
+from compress.artifact import write_text
+from compress.errors import ConfigError, UserError
+from compress.log import logger
+from compress.model import TensorFiles
+from compress.report.card import model_card
+from compress.runtime.loader import load
+from compress.stage import Run
+
+SAME = 1e-6
+"""The KL of the checkpoint from disk to what the last stage measured: the same arithmetic."""
+CHANGES_WEIGHTS = ("quantize", "distill", "extend")
+
+
+@dataclass(kw_only=True)
+class Export:
+    """The deployable checkpoint. shard_gb: largest safetensors file, in GB."""
+
+    name: ClassVar[str] = "export"
+    version: ClassVar[int] = 1
+    needs: ClassVar[tuple[str, ...]] = ("dense", "statistics", "quantized")
+    gives: ClassVar[str | None] = "checkpoint"
+    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device")
+
+    shard_gb: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.shard_gb <= 0:
+            raise ConfigError([f"export.shard_gb is {self.shard_gb}; wanted above 0"])
+
+    def run(self, run: Run, out: Path) -> dict[str, Any]:
+        source = run.artifacts["quantized"]
+        checkpoint.reshard(source, out, shard_bytes=int(self.shard_gb * 1e9))
+        metrics = {name: manifest["metrics"] for name, manifest in run.manifests.items()}
+        card = model_card(run.config.recipe, run.config.model.name, metrics)
+        write_text(out / "README.md", card)
+
+        verified = self._verify(run, source, out, metrics)
+        files = [{"name": f.name, "bytes": f.stat().st_size} for f in sorted(out.iterdir())]
+        weights = sum(f.stat().st_size for f in TensorFiles.files(out))
+        logger.info(
+            f"  {weights / 1e6:.1f} MB in {len(TensorFiles.files(out))} file(s), "
+            f"{verified['tensors']} tensors, read back from disk and equal"
+        )
+        parameters = metrics.get("plan", {}).get("parameters")
+        return {
+            "files": files,
+            "bytes": weights,
+            "bits_per_weight": 8 * weights / parameters if parameters else None,
+            "verified": verified,
+        }
+
+    def _verify(
+        self, run: Run, source: Path, out: Path, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Read everything back: each tensor once and equal, tokenizer whole, the same KL."""
+        wanted, found = TensorFiles(source), TensorFiles(out)
+        if wanted.keys() != found.keys():
+            odd = sorted(wanted.keys() ^ found.keys())
+            raise UserError(f"{out}: tensors were lost or doubled on the way to disk: {odd[:5]}")
+        for name in wanted:
+            if not torch.equal(wanted[name], found[name]):
+                raise UserError(f"{out}: {name} read back from disk differs from what was written")
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        original = AutoTokenizer.from_pretrained(run.artifacts["dense"])
+        if (tokenizer.chat_template, len(tokenizer)) != (original.chat_template, len(original)):
+            raise UserError(f"{out}: the tokenizer or its chat template was changed on the way")
+        if (out / "generation_config.json").exists():
+            GenerationConfig.from_pretrained(out)
+        model = load(out, device=run.config.device, dtype=torch.float32)
+        measured = heldout.distance(model, run.artifacts["statistics"])
+        last = [metrics[s]["heldout_kl"]["after"] for s in CHANGES_WEIGHTS if "heldout_kl" in metrics.get(s, {})]
+        difference = abs(measured.kl - last[-1]) if last else None
+        if difference is not None and difference > SAME * max(1.0, measured.kl):
+            raise UserError(
+                f"{out}: KL {measured.kl:.6f} from disk, {last[-1]:.6f} in memory; "
+                "the checkpoint is not the model that was measured"
+            )
+        return {
+            "tensors": len(found),
+            "kl": measured.kl,
+            "kl_to_memory": difference,
+            "tied": "lm_head.weight" not in found,
+        }

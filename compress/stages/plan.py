@@ -1,0 +1,214 @@
+"""plan: what it weighs, what a request adds, whether it fits; from headers, nothing is loaded."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PretrainedConfig
+
+from compress import engines
+from compress.errors import ConfigError, UserError
+from compress.log import logger
+from compress.model import TensorFiles, linear_shapes, storage_dtype
+from compress.qtensor import QuantSpec
+from compress.source import read_config
+from compress.stage import Run
+
+UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+SIXTEEN_BIT = 2  # bytes
+BATCHES = (1, 4, 16, 64)
+OVERHEAD = 0.05
+"""Share of the card that the driver, the allocator's gaps and the engine keep for themselves."""
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """Weights, KV cache and activations against the memory there is.
+
+    memory: of the card, such as 24GB or 80GiB; null: nothing is refused. batch: requests served
+    at the same time. tokens: prompt and answer together, of each.
+    """
+
+    name: ClassVar[str] = "plan"
+    version: ClassVar[int] = 1
+    needs: ClassVar[tuple[str, ...]] = ("dense",)
+    gives: ClassVar[str | None] = None
+    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "quantize")
+
+    memory: str | None = None
+    batch: int = 1
+    tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.memory is not None and not re.fullmatch(r"[\d.]+ ?(MB|GB|MiB|GiB)", self.memory):
+            problems.append(f"plan.memory is {self.memory!r}; wanted a size such as 24GB or 80GiB")
+        for name, value in (("batch", self.batch), ("tokens", self.tokens)):
+            if value < 1:
+                problems.append(f"plan.{name} is {value}; wanted at least 1")
+        if problems:
+            raise ConfigError(problems)
+
+    def run(self, run: Run, out: Path) -> dict[str, Any]:
+        folder = run.artifacts["dense"]
+        options = run.config.model
+        config = read_config(folder, options.trust_remote_code)
+        quantize = run.config.quantize
+        shapes = linear_shapes(config, options.trust_remote_code)
+        chosen = engines.preflight(shapes, quantize.spec, run.config.engine, quantize.keep)
+        for note in chosen.notes:
+            logger.info(f"  {note}")
+
+        sizes = tensor_elements(folder)
+        before = {part: count * SIXTEEN_BIT for part, count in by_part(sizes).items()}
+        saved = {name: saved_bytes(shapes[name], chosen.spec) for name in chosen.quantize}
+        after = dict(before)
+        for name, fewer in saved.items():
+            after[part_of(name)] -= fewer
+        before["total"], after["total"] = sum(before.values()), sum(after.values())
+        parameters = sum(sizes.values())
+
+        per_token = kv_bytes_per_token(config)
+        memory = self._memory(config, after["total"], per_token)
+        self._say(before, after, parameters, per_token, memory)
+        if memory["fits"] is False:
+            raise UserError(_does_not_fit(memory, per_token))
+        return {
+            "scheme": chosen.spec.scheme,
+            "parameters": parameters,
+            "bytes": {"before": before, "after": after},
+            "bits_per_weight": {
+                "before": 8 * before["total"] / parameters,
+                "after": 8 * after["total"] / parameters,
+            },
+            "kv_cache": {
+                "bytes_per_token": per_token,
+                "table": [
+                    {"batch": batch, "tokens": tokens, "bytes": batch * tokens * per_token}
+                    for batch in sorted({*BATCHES, self.batch})
+                    for tokens in sorted({1024, 4096, self.tokens})
+                ],
+            },
+            "memory": memory,
+            "quantized": chosen.quantize,
+            "kept": dict.fromkeys(chosen.ignore, "16 bit"),
+            "notes": chosen.notes,
+            "dtype": str(storage_dtype(config, options.dtype)).removeprefix("torch."),
+        }
+
+    def _memory(self, config: PretrainedConfig, weights: int, per_token: int) -> dict[str, Any]:
+        given = None if self.memory is None else parse_size(self.memory)
+        parts = {
+            "weights": weights,
+            "kv_cache": self.batch * self.tokens * per_token,
+            "activations": activation_bytes(config, self.batch, self.tokens),
+            "overhead": 0 if given is None else int(OVERHEAD * given),
+        }
+        total = sum(parts.values())
+        return {
+            "given": given,
+            **parts,
+            "total": total,
+            "fits": None if given is None else total <= given,
+            "batch": self.batch,
+            "tokens": self.tokens,
+        }
+
+    def _say(
+        self,
+        before: dict[str, int],
+        after: dict[str, int],
+        parameters: int,
+        per_token: int,
+        memory: dict[str, Any],
+    ) -> None:
+        logger.info(
+            f"  weights {before['total'] / 1e9:.3f} GB to {after['total'] / 1e9:.3f} GB "
+            f"({8 * after['total'] / parameters:.2f} bits a weight), KV cache "
+            f"{per_token / 1e3:.1f} kB a token: {memory['total'] / 1e9:.2f} GB "
+            f"for {self.batch} x {self.tokens} tokens"
+        )
+
+
+def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:
+    room = memory["given"] - memory["total"] + memory["kv_cache"]
+    most = max(0, room // (per_token * memory["batch"]))
+    way_out = (
+        f"at this batch {most} tokens fit: plan.tokens={most}" if most else "take fewer bits"
+    )
+    return (
+        f"plan: {memory['total'] / 1e9:.2f} GB needed (weights {memory['weights'] / 1e9:.2f}, "
+        f"KV cache {memory['kv_cache'] / 1e9:.2f} for {memory['batch']} x {memory['tokens']} "
+        f"tokens, activations {memory['activations'] / 1e9:.2f}, overhead "
+        f"{memory['overhead'] / 1e9:.2f}), {memory['given'] / 1e9:.2f} GB given; {way_out}"
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `24GB` (10^9) or `80GiB` (2^30)."""
+    found = re.fullmatch(r"([\d.]+) ?([A-Za-z]+)", text)
+    assert found is not None
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def tensor_elements(folder: Path) -> dict[str, int]:
+    """Weights of each tensor by name, from the headers."""
+    counts = {}
+    for name, (shape, _) in TensorFiles(folder).shapes().items():
+        counts[name] = 1
+        for size in shape:
+            counts[name] *= size
+    return counts
+
+
+PARTS = ("embeddings", "attention", "mlp", "norms", "lm_head", "other")
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a tensor belongs to, one of PARTS."""
+    if "norm" in name or ".ln_" in name:
+        return "norms"
+    if "embed" in name or ".wte." in name or ".wpe." in name:
+        return "embeddings"
+    if "attn" in name or "attention" in name:
+        return "attention"
+    if "mlp" in name or "feed_forward" in name:
+        return "mlp"
+    return "lm_head" if name.startswith(("lm_head", "embed_out")) else "other"
+
+
+def by_part(elements: dict[str, int]) -> dict[str, int]:
+    """The same, summed over the parts."""
+    sums = dict.fromkeys(PARTS, 0)
+    for name, count in elements.items():
+        sums[part_of(name)] += count
+    return sums
+
+
+def saved_bytes(shape: tuple[int, int], spec: QuantSpec) -> int:
+    """Bytes that quantizing a 16-bit linear [N, K] saves: its scales cost 16 bit each."""
+    n, k = shape
+    stored = n * -(-k * spec.bits // 32) * 4 if spec.activation_bits is None else n * k
+    extra = 16 if spec.activation_bits is None else 0  # weight_shape, two int64
+    return n * k * SIXTEEN_BIT - stored - n * spec.groups(k) * SIXTEEN_BIT - extra
+
+
+def kv_bytes_per_token(config: PretrainedConfig) -> int:
+    """2 (keys and values) x layers x KV heads x head size x 2 bytes."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * head * SIXTEEN_BIT
+
+
+def activation_bytes(config: PretrainedConfig, batch: int, tokens: int) -> int:
+    """The widest moment of a prefill of one request, and the logits of one step of the batch.
+
+    In 16 bit: hidden states, the residual, and gate and up of the MLP; logits in float32.
+    """
+    text = config.get_text_config()
+    wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    prefill = tokens * (2 * text.hidden_size + 2 * wide) * SIXTEEN_BIT
+    return prefill + batch * text.vocab_size * 4
+

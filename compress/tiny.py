@@ -1,0 +1,203 @@
+"""A small Llama, trained here in under a minute: for tests and for a first look.
+
+    python -m compress.tiny [out=DIR] [steps=N] [seed=N]
+
+It learns the documentation that comes with Python, so it needs no network and no download. What
+it makes is a complete Hugging Face folder, and every weight matrix takes groups of 32, 64 or 128.
+"""
+
+import math
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from compress.data import Data, split
+from compress.errors import UserError
+from compress.log import progress
+
+VOCABULARY = 1024
+CONTEXT = 256
+BATCH = 16
+STEPS = 240
+PEAK_LEARNING_RATE = 4e-3
+BOS, EOS, PAD, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}"
+    "{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class TinyLosses:
+    """Nats a token on text held out of training.
+
+    unigram is the loss of the best model that ignores context (the frequencies of the training
+    text, one added to each count); heldout is that of the trained model.
+    """
+
+    unigram: float
+    heldout: float
+    steps: int
+
+
+def make_tiny(folder: Path, *, steps: int = STEPS, seed: int = 0) -> TinyLosses:
+    """Train the model and write its folder, whole or not at all.
+
+    The same seed, versions, processor and number of threads give the same bytes. Raises UserError
+    where `folder` is there already.
+    """
+    if folder.exists():
+        raise UserError(f"{folder} is there already; remove it, or name another folder by out=")
+    learn, held, _ = split(Data())
+    texts, held_texts = ["\n\n".join(str(d) for d in part) for part in (learn, held)]
+    tokenizer = _tokenizer(texts)
+    ids, held_ids = (
+        torch.tensor(tokenizer(t, add_special_tokens=False, verbose=False)["input_ids"])
+        for t in (texts, held_texts)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(_config(tokenizer))
+        _train(model, ids, steps)
+    losses = TinyLosses(_unigram_loss(ids, held_ids), heldout_loss(model, held_ids), steps)
+    _save(model, tokenizer, folder)
+    return losses
+
+
+def heldout_loss(model: LlamaForCausalLM, ids: Tensor, windows: int = 32) -> float:
+    """Mean loss, nats a token, on the first `windows` windows of the text `ids` [n]."""
+    body = CONTEXT - 1
+    batch = _with_bos(ids[: windows * body].reshape(-1, body), model.config.bos_token_id)
+    with torch.no_grad():
+        return float(model.eval()(batch, labels=batch).loss)
+
+
+def _tokenizer(text: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of its own, which leads a text with BOS as Llama's does."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[BOS, EOS, PAD, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(text.split("\n\n"), trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS} $B",
+        special_tokens=[(BOS, bpe.token_to_id(BOS))],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT],
+        model_max_length=CONTEXT,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _train(model: LlamaForCausalLM, ids: Tensor, steps: int) -> None:
+    """AdamW on random windows; the rate warms up, then falls to zero as a cosine."""
+    model.train()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim != 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=PEAK_LEARNING_RATE,
+        betas=(0.9, 0.95),
+    )
+    warm_up = max(1, steps // 20)
+    for step in progress(range(steps), "training a small Llama", "steps"):
+        cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_LEARNING_RATE * min((step + 1) / warm_up, cosine)
+        starts = torch.randint(len(ids) - CONTEXT, (BATCH,))
+        windows = ids[starts.unsqueeze(1) + torch.arange(CONTEXT - 1)]
+        batch = _with_bos(windows, model.config.bos_token_id)
+        model(batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _with_bos(windows: Tensor, bos: int) -> Tensor:
+    """Token windows [B, T] led by BOS, [B, T + 1]."""
+    return torch.nn.functional.pad(windows, (1, 0), value=bos)
+
+
+def _unigram_loss(ids: Tensor, held_ids: Tensor) -> float:
+    counts = torch.bincount(ids, minlength=VOCABULARY).double() + 1
+    return float(-(counts / counts.sum()).log()[held_ids].mean())
+
+
+def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the folder beside its place, then rename it: no half-written model is ever seen."""
+    aside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        max_new_tokens=64,
+    )
+    model.to(torch.bfloat16).save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    aside.rename(folder)
+
+
+def main(arguments: list[str]) -> None:
+    """Read `key=value` arguments, train, and print what came of it."""
+    settings = {"out": "runs/models/tiny", "steps": str(STEPS), "seed": "0"}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key not in settings or not value:
+            raise UserError(f"{argument!r} is not an option; wanted out=DIR, steps=N or seed=N")
+        settings[key] = value
+    for key in ("steps", "seed"):
+        if not settings[key].isdecimal():
+            raise UserError(f"{key} is {settings[key]!r}; wanted a whole number")
+    folder = Path(settings["out"])
+    losses = make_tiny(folder, steps=int(settings["steps"]), seed=int(settings["seed"]))
+    print(
+        f"{folder}: held-out loss {losses.heldout:.2f} nats a token after {losses.steps} steps "
+        f"(word frequencies alone: {losses.unigram:.2f})"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,158 @@
+"""A short training run: warm-up and cosine, the best measured step kept, resumable at any step."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.log import progress
+
+KEEP_EVERY = 10  # steps between two states on disk
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """steps in all; the learning rate rises over `warmup` of them and falls as a cosine to a tenth.
+    The model is measured `measures` times. Gradients are cut at norm `clip`."""
+
+    steps: int
+    warmup: float = 0.1
+    measures: int = 4
+    clip: float = 1.0
+
+    def rate(self, step: int) -> float:
+        """The share of the learning rate at `step`, counted from 0."""
+        rising = max(1, round(self.warmup * self.steps))
+        if step < rising:
+            return (step + 1) / rising
+        done = (step - rising) / max(1, self.steps - rising)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    def measured_after(self, step: int) -> bool:
+        """Whether the model is measured once `step` steps are done."""
+        every = max(1, self.steps // self.measures)
+        return step == self.steps or (step % every == 0 and self.steps - step >= every)
+
+
+@dataclass
+class History:
+    """The measured curve, points of {step, kl}, and where its lowest stands; step 0 is the start."""
+
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    best_step: int = 0
+    best: dict[str, Tensor] = field(default_factory=dict)
+
+
+def relative_groups(
+    rate: float, parameters: dict[str, nn.Parameter]
+) -> list[tuple[float, dict[str, nn.Parameter]]]:
+    """A group for each parameter, its learning rate `rate` times the parameter's mean size.
+
+    Adam's steps have the size of the learning rate whatever the gradient, and scales of 8 and of
+    4 bit, of wide and of narrow layers, lie orders of magnitude apart.
+    """
+    return [(rate * float(p.detach().abs().mean()), {name: p}) for name, p in parameters.items()]
+
+
+def train(
+    groups: list[tuple[float, dict[str, nn.Parameter]]],
+    loss_of: Callable[[int], Tensor],
+    measure: Callable[[], float],
+    schedule: Schedule,
+    work: Path,
+    *,
+    what: str,
+    dtype: torch.dtype,
+) -> History:
+    """Train `groups` of (learning rate, parameters by name) and leave the best step in them.
+
+    loss_of(step): the loss of that step, depending on nothing but the step and the parameters.
+    measure(): the held-out figure, lower is better, taken with the parameters rounded to `dtype`
+    as they will be stored. Killed at any step, the same call ends with the same bytes.
+    """
+    parameters = {name: p.requires_grad_() for _, group in groups for name, p in group.items()}
+    optimizer = torch.optim.AdamW(
+        [{"params": list(group.values()), "lr": lr} for lr, group in groups],
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        foreach=False,
+    )
+    file = work / f"{what}.state"
+    start, history = _restore(file, parameters, optimizer)
+    if start == 0:
+        _note(history, 0, parameters, measure, dtype)
+    for step in progress(
+        range(start, schedule.steps), what, "step", total=schedule.steps, done=start
+    ):
+        for group, (rate, _) in zip(optimizer.param_groups, groups, strict=True):
+            group["lr"] = rate * schedule.rate(step)
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(step).backward()
+        nn.utils.clip_grad_norm_(parameters.values(), schedule.clip)
+        optimizer.step()
+        if schedule.measured_after(step + 1):
+            _note(history, step + 1, parameters, measure, dtype)
+        if (step + 1) % KEEP_EVERY == 0 or step + 1 == schedule.steps:
+            _keep(file, step + 1, parameters, optimizer, history)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(history.best[name])
+    return history
+
+
+@torch.no_grad()
+def _note(
+    history: History,
+    step: int,
+    parameters: dict[str, nn.Parameter],
+    measure: Callable[[], float],
+    dtype: torch.dtype,
+) -> None:
+    """Measure the model as it would be stored; remember it where it is the best so far."""
+    exact = {name: p.detach().clone() for name, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.copy_(parameter.to(dtype))
+    value = measure()
+    if not history.curve or value < min(point["kl"] for point in history.curve):
+        history.best = {name: p.detach().to(dtype) for name, p in parameters.items()}
+        history.best_step = step
+    history.curve.append({"step": step, "kl": value})
+    for name, parameter in parameters.items():
+        parameter.copy_(exact[name])
+
+
+def _keep(
+    file: Path,
+    step: int,
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    history: History,
+) -> None:
+    state = {
+        "step": step,
+        "parameters": {name: p.detach() for name, p in parameters.items()},
+        "optimizer": optimizer.state_dict(),
+        "curve": history.curve,
+        "best_step": history.best_step,
+        "best": history.best,
+    }
+    aside = file.with_suffix(".tmp")
+    torch.save(state, aside)
+    aside.rename(file)
+
+
+def _restore(
+    file: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> tuple[int, History]:
+    if not file.exists():
+        return 0, History()
+    state = torch.load(file, weights_only=True, map_location="cpu")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state["parameters"][name])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"], History(state["curve"], state["best_step"], state["best"])
