@@ -1,0 +1,90 @@
+"""A checkpoint's README.md: what was done to the model, what is known of it, how to load it."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from compress.report import words
+
+Metrics = Mapping[str, Mapping[str, Any]]
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
+    """The card of a checkpoint made by `recipe` from `model` (a hub id, or a path).
+
+    `metrics_by_stage` maps the stages that ran (plan, calibrate, quantize, distill, extend) to
+    their figures; a part of the card whose stage did not run is left out. The text holds no time,
+    date or path of this machine: equal inputs give equal bytes, as the rest of the checkpoint does.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=False,  # Markdown, made of our own figures
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(size=words.size, count=words.count, significant=words.significant)
+    stages = {
+        name: metrics_by_stage.get(name)
+        for name in ("plan", "calibrate", "quantize", "distill", "extend")
+    }
+    name = model_name(model)
+    scheme = _scheme(stages)
+    return environment.get_template("card.md.jinja").render(
+        front_matter=_front_matter(recipe, model, scheme),
+        recipe=recipe,
+        name=name,
+        scheme=scheme,
+        fused=not _mixed_qkv(stages["plan"]),
+        activations_quantized=scheme.startswith("W8A8"),
+        **stages,
+    )
+
+
+def model_name(model: str) -> str:
+    """The model's name without the path of this machine: the last part, or the hub id whole."""
+    return model if is_hub_id(model) else Path(model).name.removesuffix(".gguf")
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether `model` reads as `owner/name` on the hub, and is no path that exists here."""
+    reads_so = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and not model.endswith(".gguf")
+    return bool(reads_so) and not Path(model).exists()
+
+
+def _scheme(stages: Mapping[str, Mapping[str, Any] | None]) -> str:
+    for name in ("quantize", "plan"):
+        found = (stages[name] or {}).get("scheme")
+        if found:
+            return str(found)
+    return "16 bit"
+
+
+def _front_matter(recipe: str, model: str, scheme: str) -> str:
+    """YAML by hand: every JSON string is a YAML string."""
+    fields: dict[str, str | list[str]] = {"library_name": "transformers"}
+    if is_hub_id(model):
+        fields |= {"base_model": model, "base_model_relation": "quantized"}
+    fields |= {
+        "pipeline_tag": "text-generation",
+        "quantization": scheme,
+        "recipe": recipe,
+        "tags": ["compressed-tensors", "quantized", scheme.split()[0].lower()],
+    }
+    return "\n".join(f"{name}: {json.dumps(value)}" for name, value in fields.items())
+
+
+def _mixed_qkv(plan: Mapping[str, Any] | None) -> bool:
+    """Whether v_proj is quantized while q_proj and k_proj are not.
+
+    vLLM and SGLang fuse the three and refuse a checkpoint that mixes schemes among them.
+    """
+    quantized = {str(name).rsplit(".", 1)[-1] for name in (plan or {}).get("quantized", [])}
+    return "v_proj" in quantized and "q_proj" not in quantized

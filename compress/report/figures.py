@@ -1,0 +1,141 @@
+"""report.json: every figure that the pages show, gathered from what the stages said."""
+
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from compress import machine
+from compress.report.verdict import verdict
+from compress.stage import Run
+
+SECTIONS = ("plan", "calibrate", "quantize", "distill", "extend", "export")
+"""The stages whose figures are taken over whole, each under its own name."""
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """The contents of report.json. A stage that did not run leaves None (or an empty list).
+
+    A figure that is not finite becomes None, which JSON can hold, and is named in `not_finite`.
+    """
+    config = run.config
+    metrics = {name: manifest["metrics"] for name, manifest in run.manifests.items()}
+    plan, export = metrics.get("plan"), metrics.get("export")
+    serve, score = metrics.get("serve"), metrics.get("score")
+    found: dict[str, Any] = {
+        "recipe": config.recipe,
+        "model": config.model.path,
+        "model_name": config.model.name,
+        "scheme": _first(metrics, "scheme", ("quantize", "plan")),
+        "parameters": plan["parameters"] if plan else None,
+        "engine": config.engine,
+        "device": config.device,
+        "seed": config.seed,
+        "bytes": _bytes(plan, export),
+        "bits_per_weight": _bits(plan, export),
+        "fidelity": score["fidelity"] if score else None,
+        "tasks": score["tasks"] if score else [],
+        "outputs": _outputs(run),
+        "latency": dict(serve) if serve else None,
+        **{name: metrics.get(name) for name in SECTIONS},
+        "stages": [_stage(name, manifest) for name, manifest in run.manifests.items()],
+        "notes": _notes(metrics),
+        "hardware": _where_measured(run.manifests, "hardware") or machine.hardware(),
+        "versions": _where_measured(run.manifests, "packages") or machine.packages(),
+        "machines": len({json.dumps(m["hardware"]) for m in run.manifests.values()}),
+        "command": command(config),
+        "config": dataclasses.asdict(config),
+    }
+    not_finite: list[str] = []
+    found = _finite(found, "", not_finite)
+    found["not_finite"] = not_finite
+    return {**found, "verdict": verdict(found)}
+
+
+def command(config: Any) -> str:
+    """The command that makes this run again: the words it was started with, from Hydra.
+
+    `only` and `force` say how a run goes on, not what it is, and are left out. Outside of Hydra
+    (a run started from Python) the fields that decide what is run on what are named instead.
+    """
+    if HydraConfig.initialized():
+        given = [str(word) for word in HydraConfig.get().overrides.task]
+        words = [w for w in given if w.lstrip("+").split("=")[0] not in ("only", "force")]
+    else:
+        names = ("recipe", "out", "seed", "device", "engine")
+        words = [f"{name}={getattr(config, name)}" for name in names]
+        words.insert(1, f"model.path={config.model.path}")
+    return shlex.join(["python", "-m", "compress", *words])
+
+
+def _first(metrics: Mapping[str, Any], key: str, stages: tuple[str, ...]) -> Any:
+    return next((metrics[s][key] for s in stages if metrics.get(s, {}).get(key)), None)
+
+
+def _bytes(plan: Mapping[str, Any] | None, export: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Weights before as planned; after as written to disk where the export ran."""
+    parts = plan["bytes"] if plan else None
+    after = parts["after"]["total"] if parts else None
+    return {
+        "before": parts["before"]["total"] if parts else None,
+        "after": export["bytes"] if export else after,
+        "measured": export is not None,
+        "by_part": parts,
+    }
+
+
+def _bits(plan: Mapping[str, Any] | None, export: Mapping[str, Any] | None) -> float | None:
+    if export and export["bits_per_weight"] is not None:
+        return export["bits_per_weight"]
+    return plan["bits_per_weight"]["after"] if plan else None
+
+
+def _stage(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("seconds", "peak_rss_bytes", "started", "finished")
+    return {
+        "name": name,
+        "skipped": bool(manifest.get("skipped", False)),
+        **{key: manifest.get(key) for key in keys},
+    }
+
+
+def _notes(metrics: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What the stages remarked in words; a remark that two of them make is kept once."""
+    first_said = {
+        str(note): name
+        for name, found in reversed(metrics.items())
+        for note in reversed(found.get("notes") or [])
+    }
+    return [{"stage": name, "text": note} for note, name in reversed(first_said.items())]
+
+
+def _where_measured(manifests: Mapping[str, Any], key: str) -> Any:
+    """What the manifest of the stage that measured speed says, or else that of the last stage."""
+    chosen = manifests.get("serve") or next(reversed(list(manifests.values())), {})
+    return chosen.get(key)
+
+
+def _outputs(run: Run) -> list[dict[str, Any]]:
+    """The answers of both models, as the score stage wrote them, a line each."""
+    folder = run.artifacts.get("scores")
+    file = Path(folder) / "outputs.jsonl" if folder else None
+    if file is None or not file.exists() or "score" not in run.manifests:
+        return []
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def _finite(value: Any, path: str, broken: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _finite(v, f"{path}.{k}" if path else str(k), broken) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v, f"{path}[{i}]", broken) for i, v in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        broken.append(path)
+        return None
+    return value

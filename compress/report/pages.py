@@ -1,0 +1,73 @@
+"""The figures as a page and as Markdown, drawn from what report.json holds alone."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from compress.report import charts, words
+from compress.report.diff import word_diff
+from compress.report.verdict import change, label, unseen_loss
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+def page(figures: Mapping[str, Any]) -> str:
+    """report.html: one file that needs nothing else, neither network nor scripts."""
+    style = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
+    return _environment(True).get_template("page.html.jinja").render(f=figures, style=style)
+
+
+def short(figures: Mapping[str, Any]) -> str:
+    """report.md: verdict and tables."""
+    return _environment(False).get_template("page.md.jinja").render(f=figures)
+
+
+def _environment(escape: bool) -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=escape,  # on for HTML; the Markdown shows no text of a model
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals.update(
+        charts=charts,
+        words=words,
+        change=change,
+        label=label,
+        unseen_loss=unseen_loss,
+        word_diff=word_diff,
+        fields=fields,
+    )
+    environment.filters.update(
+        size=words.size,
+        count=words.count,
+        many=words.many,
+        significant=words.significant,
+        percent=words.percent,
+        signed=words.signed,
+        seconds=words.seconds,
+        ms=words.milliseconds,
+        rate=words.rate,
+        cell=cell,
+    )
+    return environment
+
+
+def cell(text: object) -> str:
+    """Text for a cell of a Markdown table."""
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every field of a configuration by its dotted name, with its value as JSON."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from fields(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value, ensure_ascii=False)

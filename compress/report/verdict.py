@@ -1,0 +1,239 @@
+"""The verdict in plain words: does it fit, how much smaller, faster, worse, and what is unknown.
+
+A difference is called significant where the paired 95% interval of it leaves out zero.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from compress.report.words import (
+    comparison,
+    count,
+    listed,
+    milliseconds,
+    percent,
+    rate,
+    signed,
+    significant,
+    size,
+)
+
+Figures = Mapping[str, Any]
+Tone = Literal["good", "plain", "bad"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence or two on one matter. tone: whether it is good news, bad news, or neither."""
+
+    about: str
+    text: str
+    tone: Tone = "plain"
+
+
+def verdict(figures: Figures) -> dict[str, Any]:
+    """`headline` and `findings`, from the figures of report.json; no judgement beyond them."""
+    findings = [
+        finding
+        for part in (_broken, _fits, _smaller, _faster, _closeness, _tasks, _blind, _tuned)
+        for finding in part(figures)
+    ]
+    return {"headline": _headline(figures), "findings": [asdict(f) for f in findings]}
+
+
+def change(task: Mapping[str, Any]) -> Literal["better", "worse", "unclear"]:
+    """What the paired interval of a task says of the difference."""
+    low, high = task["ci95"]
+    return "worse" if high < 0 else "better" if low > 0 else "unclear"
+
+
+def unseen_loss(task: Mapping[str, Any]) -> float:
+    """The largest loss, in points of 100, that the task's answers do not rule out at 95%.
+
+    The lower end of the interval; where no answer changed, the interval has no width, and the rule
+    of three bounds the share of items that could have changed: 3 / n (Hanley and Lippman-Hand,
+    1983).
+    """
+    if task["gained"] + task["lost"] == 0:
+        return min(100.0, 300.0 / task["n"])
+    return max(0.0, -task["ci95"][0])
+
+
+def _headline(figures: Figures) -> str:
+    name = figures["model_name"]
+    title = f"{name} in {figures['scheme']}" if figures["scheme"] else name
+    facts = []
+    if figures["bytes"]["before"] and figures["bytes"]["after"]:
+        facts.append(_size_change(figures["bytes"]))
+    latency = figures["latency"]
+    if latency:
+        before, after = (latency[w]["decode_tokens_per_s"] for w in ("before", "after"))
+        facts.append(f"decode {comparison(before, after, 'faster', 'slower')}")
+    if figures["tasks"]:
+        worse = len({t["name"] for t in figures["tasks"] if change(t) == "worse"})
+        every = len({t["name"] for t in figures["tasks"]})
+        facts.append(f"{worse or 'none'} of {every} tasks measurably worse")
+    elif figures["fidelity"]:
+        facts.append(f"KL {significant(figures['fidelity']['kl'])} to the original")
+    return f"{title}: {', '.join(facts)}." if facts else f"{title}: nothing was measured."
+
+
+def _size_change(sizes: Mapping[str, Any]) -> str:
+    share = 1 - sizes["after"] / sizes["before"]
+    return f"{percent(abs(share), 0)} {'smaller' if share >= 0 else 'larger'}"
+
+
+def _broken(figures: Figures) -> Iterator[Finding]:
+    if figures["not_finite"]:
+        names = listed(figures["not_finite"][:5])
+        yield Finding("Not finite", f"NaN or infinity was measured: {names}.", "bad")
+
+
+def _fits(figures: Figures) -> Iterator[Finding]:
+    memory = (figures["plan"] or {}).get("memory")
+    if not memory:
+        return
+    need = (
+        f"Serving takes {size(memory['total'])} by the plan at batch {count(memory['batch'])} and "
+        f"{count(memory['tokens'])} tokens a request: weights {size(memory['weights'])}, "
+        f"KV cache {size(memory['kv_cache'])}, activations {size(memory['activations'])}, "
+        f"overhead {size(memory['overhead'])}."
+    )
+    if memory["given"] is None:
+        yield Finding("Memory", f"{need} No limit was given to compare it with.")
+    elif memory["fits"]:
+        spare = memory["given"] - memory["total"]
+        left = f"{size(spare)} of the given {size(memory['given'])} stay free"
+        yield Finding("It fits", f"{need} {left}.", "good")
+    else:
+        over = memory["total"] - memory["given"]
+        yield Finding("It does not fit", f"{need} {size(memory['given'])} were given, "
+                      f"{size(over)} too few.", "bad")  # fmt: skip
+
+
+def _smaller(figures: Figures) -> Iterator[Finding]:
+    sizes = figures["bytes"]
+    if not sizes["before"] or not sizes["after"]:
+        return
+    where = "on disk" if sizes["measured"] else "by the plan"
+    bits = significant(figures["bits_per_weight"])
+    text = (
+        f"Weights go from {size(sizes['before'])} to {size(sizes['after'])} {where}, "
+        f"{_size_change(sizes)}: {bits} bits a weight over the whole model."
+    )
+    parts = sizes["by_part"]
+    if parts:
+        rest = {k: v for k, v in parts["after"].items() if k != "total"}
+        largest = max(rest, key=lambda k: rest[k])
+        unchanged = rest[largest] == parts["before"][largest]
+        share = percent(rest[largest] / parts["after"]["total"], 0)
+        text += f" The largest part now is {largest.replace('_', ' ')}, {share}"
+        text += ", which stays in 16 bit." if unchanged else "."
+    yield Finding("Size", text, "good" if sizes["after"] < sizes["before"] else "bad")
+
+
+def _faster(figures: Figures) -> Iterator[Finding]:
+    latency = figures["latency"]
+    if not latency:
+        return
+    before, after = latency["before"], latency["after"]
+    decode, prefill = (
+        (before[k], after[k]) for k in ("decode_tokens_per_s", "prefill_tokens_per_s")
+    )
+    first = before["ttft_ms"]["p50"], after["ttft_ms"]["p50"]
+    text = (
+        f"Decode goes from {rate(decode[0])} to {rate(decode[1])} "
+        f"({comparison(*decode, 'faster', 'slower')}), prefill from {rate(prefill[0])} to "
+        f"{rate(prefill[1])} ({comparison(*prefill, 'faster', 'slower')}); the first token comes "
+        f"after {milliseconds(first[1])} instead of {milliseconds(first[0])} (medians)."
+    )
+    ratio = decode[1] / decode[0] if decode[0] and decode[1] else 1.0
+    tone: Tone = "good" if ratio > 1.02 else "bad" if ratio < 0.98 else "plain"
+    yield Finding("Speed", text, tone)
+
+
+def _closeness(figures: Figures) -> Iterator[Finding]:
+    close = figures["fidelity"]
+    if not close:
+        return
+    before, after = close["ppl"]["before"], close["ppl"]["after"]
+    text = f"KL to the original is {significant(close['kl'])} nats a token"
+    if close.get("kl_ci95"):
+        text += f" (95% interval {' to '.join(map(significant, close['kl_ci95']))})"
+    if close.get("kl_floor") is not None:
+        text += f"; 16-bit arithmetic alone makes {significant(close['kl_floor'])}"
+    text += f". Both choose the same next token in {percent(close['top1'])} of places."
+    if before and after:
+        text += (
+            f" Perplexity goes from {significant(before, 4)} to {significant(after, 4)} "
+            f"({signed(100 * (after / before - 1))}%)."
+        )
+    yield Finding("Closeness", text)
+
+
+def _tasks(figures: Figures) -> Iterator[Finding]:
+    tasks = figures["tasks"]
+    if not tasks:
+        return
+    for wanted, tone in (("worse", "bad"), ("better", "good")):
+        found = [t for t in tasks if change(t) == wanted]
+        if found:
+            text = "; ".join(_difference(t) for t in found)
+            yield Finding(f"Measurably {wanted}", f"{text}.", tone)  # type: ignore[arg-type]
+    clear = sum(change(t) != "unclear" for t in tasks)
+    if clear == 0:
+        text = f"None of {len(tasks)} scores differs by more than chance would explain."
+    else:
+        text = f"The other {len(tasks) - clear} of {len(tasks)} scores show no clear difference."
+    by_chance = 1 - 0.95 ** len(tasks)
+    text += (
+        f" With {len(tasks)} intervals at 95%, one or more leaves out zero by chance alone in up to"
+        f" {percent(by_chance, 0)} of runs."
+    )
+    if clear < len(tasks):
+        yield Finding("Tasks", text)
+
+
+def _difference(task: Mapping[str, Any]) -> str:
+    low, high = task["ci95"]
+    return (
+        f"{label(task)} {significant(task['before'])} to {significant(task['after'])} "
+        f"({signed(task['after'] - task['before'])} points, 95% interval {signed(low)} to "
+        f"{signed(high)}, {count(task['n'])} items)"
+    )
+
+
+def label(task: Mapping[str, Any]) -> str:
+    """`short answers, exact match`."""
+    return f"{task['name']}, {task['metric']}".replace("_", " ")
+
+
+def _blind(figures: Figures) -> Iterator[Finding]:
+    """What this many items cannot show."""
+    unclear = [t for t in figures["tasks"] if change(t) == "unclear"]
+    if not unclear:
+        return
+    widest, narrowest = (f(unclear, key=unseen_loss) for f in (max, min))
+    text = (
+        f"No clear difference is not none. With this many items, a loss of up to "
+        f"{significant(unseen_loss(widest), 2)} points ({label(widest)}, {count(widest['n'])} "
+        f"items) would not stand out"
+    )
+    if narrowest is not widest:
+        text += f"; at best, {significant(unseen_loss(narrowest), 2)} points ({label(narrowest)})"
+    yield Finding("What this cannot show", f"{text}.")
+
+
+def _tuned(figures: Figures) -> Iterator[Finding]:
+    """What distillation and the longer window brought, and what was thrown away."""
+    for stage, what in (("distill", "Distillation"), ("extend", "The longer context window")):
+        found = figures[stage]
+        if not found or not found.get("kl"):
+            continue
+        before, after = found["kl"]["before"], found["kl"]["after"]
+        moved = f"held-out KL {significant(before)} before, {significant(after)} after"
+        if found["kept"]:
+            yield Finding(what, f"Kept: {moved}.", "plain")
+        else:
+            yield Finding(what, f"Tried and not kept: {moved}.", "plain")

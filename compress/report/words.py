@@ -1,0 +1,107 @@
+"""Numbers as people read them: units, sensible digits, real minus signs, no line break inside."""
+
+from collections.abc import Iterable
+from math import floor, isfinite, log10
+
+SPACE = "\u00a0"
+MINUS = "\u2212"
+NOTHING = "\u2013"
+
+Number = float | int | None
+
+
+def significant(value: Number, digits: int = 3) -> str:
+    """`digits` significant digits, thousands apart, never an exponent: 0.0123, 29.2, 1,540."""
+    if value is None or not isfinite(value):
+        return NOTHING
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - floor(log10(abs(value))))
+    # Rounding can add a digit (9.996 is 10.0 in three), which costs a decimal.
+    rounded = round(value, decimals)
+    if rounded:
+        decimals = max(0, digits - 1 - floor(log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}".replace("-", MINUS)
+
+
+def count(value: Number) -> str:
+    """A whole number, thousands apart: 49,152."""
+    return NOTHING if value is None else f"{round(value):,}".replace("-", MINUS)
+
+
+def many(value: Number) -> str:
+    """A large count in words of magnitude: 135 M, 7.62 B."""
+    return NOTHING if value is None else _scaled(value, ((1e9, "B"), (1e6, "M"), (1e3, "k")), "")
+
+
+def size(value: Number) -> str:
+    """Bytes in powers of ten: 269 MB, 1.23 GB."""
+    if value is None:
+        return NOTHING
+    return _scaled(value, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")), "B")
+
+
+def _scaled(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> str:
+    for factor, unit in units:
+        # 999,700 kB would round to 1,000 kB: from 999.5 of a unit on, the next one is used.
+        if abs(value) >= 0.9995 * factor:
+            return f"{significant(value / factor)}{SPACE}{unit}"
+    return f"{count(value)}{SPACE}{smallest}".rstrip(SPACE)
+
+
+def seconds(value: Number) -> str:
+    """A duration: 340 ms, 12.3 s, 4 min 12 s, 1 h 04 min."""
+    if value is None:
+        return NOTHING
+    if value < 0.9995:
+        return milliseconds(value * 1000)
+    if value < 59.95:
+        return f"{significant(value)}{SPACE}s"
+    if value < 3599.5:
+        minutes, rest = divmod(round(value), 60)
+        return f"{minutes}{SPACE}min{SPACE}{rest:02d}{SPACE}s"
+    hours, minutes = divmod(round(value / 60), 60)
+    return f"{hours}{SPACE}h{SPACE}{minutes:02d}{SPACE}min"
+
+
+def milliseconds(value: Number) -> str:
+    """A latency: 20.3 ms."""
+    return NOTHING if value is None else f"{significant(value)}{SPACE}ms"
+
+
+def rate(value: Number) -> str:
+    """Tokens a second: 50.2 tok/s."""
+    return NOTHING if value is None else f"{significant(value)}{SPACE}tok/s"
+
+
+def percent(value: Number, decimals: int = 1) -> str:
+    """A share of one: 0.943 is 94.3%."""
+    return NOTHING if value is None else f"{100 * value:.{decimals}f}%".replace("-", MINUS)
+
+
+def signed(value: Number, decimals: int = 1) -> str:
+    """A difference with its sign: +1.2, −3.4, 0.0."""
+    if value is None:
+        return NOTHING
+    text = f"{value:+.{decimals}f}".replace("-", MINUS)
+    return text[1:] if not float(f"{value:.{decimals}f}") else text
+
+
+def comparison(before: Number, after: Number, more: str, less: str) -> str:
+    """How `after` stands to `before`: `1.80× faster`, `1.25× slower`, `as fast` within 2%.
+
+    `more` is the word where after is larger. Empty where there is nothing to compare.
+    """
+    if not before or not after:
+        return ""
+    ratio = after / before
+    if 0.98 < ratio < 1.02:
+        return "unchanged within 2%"
+    word, factor = (more, ratio) if ratio > 1 else (less, 1 / ratio)
+    return f"{significant(factor)}×{SPACE}{word}"
+
+
+def listed(items: Iterable[str], last: str = "and") -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *head, tail = list(items) or [""]
+    return f"{', '.join(head)} {last} {tail}" if head else tail

