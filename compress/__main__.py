@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
@@ -44,28 +46,14 @@ def check_arguments(arguments: list[str]) -> None:
             schema.check_field(bare)
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def run(composed: DictConfig) -> None:
-    """One job: composed by Hydra, checked, run."""
-    from compress import pipeline
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """End the program on a user's mistake, a full disk or Ctrl-C with one line and no traceback.
 
-    settings = schema.typed(composed)
-    job = HydraConfig.get()
-    if job.mode == RunMode.MULTIRUN and composed.out is None:
-        # Each job of a sweep has a folder of its own, named by what it sweeps.
-        swept = job.job.override_dirname.replace("/", "-")
-        settings.out = f"{settings.out}/{swept}"
-    pipeline.run(settings)
-
-
-def main() -> None:
-    """Entry of `python -m compress`; a user's mistake is one line on stderr and status 2."""
-    shows_help = any(a in ("--help", "-h", "--hydra-help", "--version") for a in sys.argv[1:])
-    schema.register()
+    Inside Hydra's job too, since Hydra prints a traceback of what leaves it.
+    """
     try:
-        if not shows_help:
-            check_arguments(sys.argv[1:])
-        run()
+        yield
     except UserError as error:
         _end(str(error))
     except OSError as error:
@@ -79,6 +67,31 @@ def main() -> None:
 def _end(message: str, status: int = 2) -> None:
     print(f"compress: {message}", file=sys.stderr)
     sys.exit(status)
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+def run(composed: DictConfig) -> None:
+    """One job: composed by Hydra, checked, run."""
+    from compress import pipeline
+
+    with told_plainly():
+        settings = schema.typed(composed)
+        job = HydraConfig.get()
+        if job.mode == RunMode.MULTIRUN and composed.out is None:
+            # Each job of a sweep has a folder of its own, named by what it sweeps.
+            swept = job.job.override_dirname.replace("/", "-")
+            settings.out = f"{settings.out}/{swept}"
+        pipeline.run(settings)
+
+
+def main() -> None:
+    """Entry of `python -m compress`; a user's mistake is one line on stderr and status 2."""
+    shows_help = any(a in ("--help", "-h", "--hydra-help", "--version") for a in sys.argv[1:])
+    schema.register()
+    with told_plainly():
+        if not shows_help:
+            check_arguments(sys.argv[1:])
+        run()
 
 
 if __name__ == "__main__":

@@ -70,18 +70,16 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     path = source.locate(config.model) if config.model.path != source.TINY else None
     if path is not None and path.is_dir():
         source.read_config(path, config.model.trust_remote_code)
-    made = {"model": source.fingerprint(path) if path else source.TINY}
+    content = source.fingerprint(path) if path else source.TINY
     shared = {
-        "model": {**config.section("model"), "path": made["model"]},
-        "data": {**config.section("data"), "path": data.fingerprint(config.data)},
-        "seed": config.seed,
-        "engine": config.engine,
-        "device": config.device,
+        "model": _by_content(config.section("model"), content),
+        "data": _by_content(config.section("data"), data.fingerprint(config.data)),
+        "scheme": {"spec": config.quantize.spec.scheme, "keep": config.quantize.keep},
     }
     stages = [config.stage(name) for name in config.stages]
     kinds: dict[str, str] = {}
     if path is not None and path.is_dir():
-        kinds["dense"] = made["model"]
+        kinds["dense"] = content
     else:
         stages.insert(0, source.Source())
 
@@ -95,10 +93,13 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
             "stage": stage.name,
             "version": stage.version,
             stage.name: config.section(stage.name) if stage.name != "source" else {},
-            **{name: shared[name] for name in stage.shares},
+            **{n: shared[n] if n in shared else config.section(n) for n in stage.shares},
             "inputs": {k: earlier if k == MANIFESTS else kinds[k] for k in stage.needs},
         }
         artifact = Artifact(stage.name, _folder(stage.name, out), out / "stages")
+        manifest = artifact.manifest()
+        if config.only not in (None, stage.name) and manifest is not None:
+            key = manifest["key"]  # the stage that runs alone takes the others as they are
         steps.append(Step(stage, artifact, key))
         if stage.gives is not None:
             kinds[stage.gives] = fingerprint(key)
@@ -128,27 +129,32 @@ def _forced(config: Config, steps: list[Step]) -> set[str]:
     return set(names[first:])
 
 
+def _by_content(section: dict[str, Any], content: str) -> dict[str, Any]:
+    """A section that names files, by what they hold: a moved or copied file is the same."""
+    return {**{k: v for k, v in section.items() if k != "path"}, "content": content}
+
+
 def _refuse_changes(steps: list[Step], config: Config) -> None:
+    """Raise UserError where a stage on disk was made from other settings than those asked for."""
     forced = _forced(config, steps)
     for step in steps:
-        if step.name in forced or (config.only and step.name != config.only):
-            continue
         manifest = step.artifact.manifest()
         old = manifest["key"] if manifest else step.artifact.partial_key()
-        if old is None or old == step.key or old["inputs"] != step.key["inputs"]:
-            # Other inputs are told where they change, at the stage that makes them.
-            changed = old is not None and old != step.key and _own_part(old) != _own_part(step.key)
-            if not changed:
-                continue
-        raise UserError(
-            f"{step.artifact.folder}: made with other settings: "
-            f"{'; '.join(differences(_own_part(old), _own_part(step.key)))}. "
-            f"Add force=[{step.name}] to rebuild from there on, or give another out=FOLDER"
-        )
+        if step.name in forced or old is None:
+            continue
+        changed = differences(_settings(step.stage, old), _settings(step.stage, step.key))
+        if changed:
+            raise UserError(
+                f"{step.artifact.folder}: made with other settings: {'; '.join(changed)}. "
+                f"Add force=[{step.name}] to rebuild from there on, or give another out=FOLDER"
+            )
 
 
-def _own_part(key: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in key.items() if name != "inputs"}
+def _settings(stage: Stage, key: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a key that the user sets. Changed inputs are told at the stage that makes them;
+    figures that nothing is made from follow what they describe without being asked."""
+    dropped = {"inputs"} | (set(stage.shares) if stage.gives is None else set())
+    return {name: value for name, value in key.items() if name not in dropped}
 
 
 def _run_steps(config: Config, steps: list[Step]) -> bool:

@@ -93,13 +93,13 @@ def quantize_linear(
     # The clip is judged on inputs as they will be served, so that it need not fit what is lost.
     clips: Tensor | float = search_clip(weight, served, spec, dtype) if clip else 1.0
     quantized = rtn(weight, spec, dtype, clips)
-    wanted = rows.float() @ original.float().T
     plain = fake_quantize(rows, spec) @ rtn(original, spec, dtype).dequantize().T
     kept = served @ quantized.dequantize().T
     report = LayerReport(
         name=name,
-        error=_relative(wanted, kept),
-        error_rtn=_relative(wanted, plain),
+        # What smoothing divided the layer's own outputs by is no error of it.
+        error=_relative(inputs @ weight.float().T, kept),
+        error_rtn=_relative(rows.float() @ original.float().T, plain),
         smooth=strength,
         clip=float(clips.mean()) if isinstance(clips, Tensor) else clips,
     )

@@ -34,7 +34,7 @@ class Plan:
     version: ClassVar[int] = 1
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = None
-    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "quantize")
+    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "scheme")
 
     memory: str | None = None
     batch: int = 1
