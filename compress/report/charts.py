@@ -21,14 +21,14 @@ def sizes(by_part: Mapping[str, Mapping[str, float]]) -> Markup:
     rows = []
     for name, when in (("original", "before"), ("compressed", "after")):
         parts = [
-            (f"part-{part}", value, f"{part.replace('_', ' ')}: {words.size(value)}")
+            (f"part-{part}", value, f"{words.part(part)}: {words.size(value)}")
             for part, value in by_part[when].items()
             if part != "total" and value
         ]
         rows.append((name, parts, words.size(by_part[when]["total"])))
     longest = max(by_part[when]["total"] for when in ("before", "after"))
     present = [
-        (part.replace("_", " "), f"part-{part}")
+        (words.part(part), f"part-{part}")
         for part, value in by_part["before"].items()
         if part != "total" and value
     ]
@@ -164,7 +164,8 @@ def tasks(rows: Sequence[Mapping[str, Any]]) -> Markup:
         Interval(
             label(row),
             row["after"] - row["before"],
-            *row["ci95"],
+            row["ci95"][0],
+            row["ci95"][1],
             styles[change(row)],
             f"{words.signed(row['after'] - row['before'])} "
             f"({words.signed(row['ci95'][0])} to {words.signed(row['ci95'][1])})",

@@ -106,18 +106,18 @@ def _stage(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def _notes(metrics: Mapping[str, Any]) -> list[dict[str, str]]:
     """What the stages remarked in words; a remark that two of them make is kept once."""
-    first_said = {
-        str(note): name
-        for name, found in reversed(metrics.items())
-        for note in reversed(found.get("notes") or [])
-    }
-    return [{"stage": name, "text": note} for note, name in reversed(first_said.items())]
+    first_said: dict[str, str] = {}
+    for name, found in metrics.items():
+        for note in found.get("notes") or []:
+            first_said.setdefault(str(note), name)
+    return [{"stage": name, "text": note} for note, name in first_said.items()]
 
 
 def _where_measured(manifests: Mapping[str, Any], key: str) -> Any:
     """What the manifest of the stage that measured speed says, or else that of the last stage."""
-    chosen = manifests.get("serve") or next(reversed(list(manifests.values())), {})
-    return chosen.get(key)
+    if not manifests:
+        return None
+    return (manifests.get("serve") or list(manifests.values())[-1]).get(key)
 
 
 def _outputs(run: Run) -> list[dict[str, Any]]:

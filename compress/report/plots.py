@@ -11,7 +11,7 @@ from math import ceil, floor, log10
 
 from markupsafe import Markup, escape
 
-from compress.report.words import significant
+from compress.report.words import plain
 
 Format = Callable[[float], str]
 
@@ -31,7 +31,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int = 5) -> list[float]:
-        """Round values inside the axis, about `most` of them."""
+        """Round values inside the axis, about `most` of them, at most two more."""
         return _log_ticks(self, most) if self.log else _ticks(self, most)
 
 
@@ -41,7 +41,7 @@ def axis(values: Iterable[float], *, log: bool = False, zero: bool = True) -> Ax
     low, high = min(found, default=0.0), max(found, default=1.0)
     if log:
         low, high = (low, high) if found else (1.0, 10.0)
-        return Axis(low / 1.15, high * 1.15, log=True)
+        return Axis(low / 1.4, high * 1.2, log=True)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     room = (high - low or abs(high) or 1.0) * 0.06
@@ -53,7 +53,7 @@ def axis(values: Iterable[float], *, log: bool = False, zero: bool = True) -> Ax
 
 
 def _ticks(axis: Axis, most: int) -> list[float]:
-    rough = (axis.high - axis.low) / most
+    rough = (axis.high - axis.low) / (most + 1)
     power = 10 ** floor(log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
     first, last = ceil(axis.low / step), floor(axis.high / step)
@@ -93,8 +93,8 @@ class Scales:
     y: Axis
     x_title: str = ""
     y_title: str = ""
-    x_format: Format = significant
-    y_format: Format = significant
+    x_format: Format = plain
+    y_format: Format = plain
     marks: Sequence[tuple[float, str]] = ()
 
 

@@ -12,6 +12,7 @@ from compress.report.words import (
     count,
     listed,
     milliseconds,
+    part,
     percent,
     rate,
     signed,
@@ -128,7 +129,7 @@ def _smaller(figures: Figures) -> Iterator[Finding]:
         largest = max(rest, key=lambda k: rest[k])
         unchanged = rest[largest] == parts["before"][largest]
         share = percent(rest[largest] / parts["after"]["total"], 0)
-        text += f" The largest part now is {largest.replace('_', ' ')}, {share}"
+        text += f" The largest part now is {part(largest)}, {share}"
         text += ", which stays in 16 bit." if unchanged else "."
     yield Finding("Size", text, "good" if sizes["after"] < sizes["before"] else "bad")
 
@@ -162,7 +163,9 @@ def _closeness(figures: Figures) -> Iterator[Finding]:
     if close.get("kl_ci95"):
         text += f" (95% interval {' to '.join(map(significant, close['kl_ci95']))})"
     if close.get("kl_floor") is not None:
-        text += f"; 16-bit arithmetic alone makes {significant(close['kl_floor'])}"
+        text += (
+            f"; the original as served is {significant(close['kl_floor'])} from itself in float32"
+        )
     text += f". Both choose the same next token in {percent(close['top1'])} of places."
     if before and after:
         text += (
@@ -227,13 +230,21 @@ def _blind(figures: Figures) -> Iterator[Finding]:
 
 def _tuned(figures: Figures) -> Iterator[Finding]:
     """What distillation and the longer window brought, and what was thrown away."""
-    for stage, what in (("distill", "Distillation"), ("extend", "The longer context window")):
-        found = figures[stage]
-        if not found or not found.get("kl"):
-            continue
-        before, after = found["kl"]["before"], found["kl"]["after"]
-        moved = f"held-out KL {significant(before)} before, {significant(after)} after"
-        if found["kept"]:
-            yield Finding(what, f"Kept: {moved}.", "plain")
-        else:
-            yield Finding(what, f"Tried and not kept: {moved}.", "plain")
+    distill, extend = figures["distill"], figures["extend"]
+    if distill:
+        kept = "Kept" if distill["kept"] else "Tried and not kept"
+        yield Finding("Distillation", f"{kept}: {_moved(distill)}.")
+    if extend and extend.get("kl"):
+        kept = "" if extend["kept"] else "Tried and not kept: "
+        window, found = extend["window"], extend.get("ppl_by_position")
+        text = f"{kept}{count(window['before'])} to {count(window['after'])} positions; "
+        if found and found["positions"]:
+            before, after = (significant(found[when][-1]) for when in ("before", "after"))
+            last = count(found["positions"][-1])
+            text += f"perplexity at position {last}: {before} before, {after} after; "
+        yield Finding("Context window", f"{text}{_moved(extend)}.")
+
+
+def _moved(found: Mapping[str, Any]) -> str:
+    before, after = (significant(found["kl"][when]) for when in ("before", "after"))
+    return f"held-out KL {before} before, {after} after"

@@ -24,6 +24,16 @@ def significant(value: Number, digits: int = 3) -> str:
     return f"{rounded:,.{decimals}f}".replace("-", MINUS)
 
 
+def plain(value: float) -> str:
+    """A round number as on an axis: 0.005, 2.5, 10,000."""
+    return f"{value:,.10f}".rstrip("0").rstrip(".").replace("-", MINUS)
+
+
+def part(name: str) -> str:
+    """A part of the model as people write it: `MLP`, `LM head`."""
+    return {"mlp": "MLP", "lm_head": "LM head"}.get(name, name)
+
+
 def count(value: Number) -> str:
     """A whole number, thousands apart: 49,152."""
     return NOTHING if value is None else f"{round(value):,}".replace("-", MINUS)

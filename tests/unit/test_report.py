@@ -484,7 +484,7 @@ def test_stages_that_changed_nothing(run: SimpleNamespace) -> None:
     assert "It did not help, and was not kept." in text
     said = {f["about"]: f["text"] for f in found["verdict"]["findings"]}
     assert said["Memory"].endswith("No limit was given to compare it with.")
-    assert said["Distillation"].startswith("Tried and not kept")
+    assert said["Distillation"].startswith("Tried and not kept:")
 
 
 def test_markdown_holds_verdict_and_tables(run: SimpleNamespace) -> None:
