@@ -69,7 +69,7 @@ def _headline(figures: Figures) -> str:
         facts.append(_size_change(figures["bytes"]))
     latency = figures["latency"]
     if latency:
-        before, after = (latency[w]["decode_tokens_per_s"] for w in ("before", "after"))
+        before, after = (latency[when]["decode_tokens_per_s"] for when in ("before", "after"))
         facts.append(f"decode {comparison(before, after, 'faster', 'slower')}")
     if figures["tasks"]:
         worse = len({t["name"] for t in figures["tasks"] if change(t) == "worse"})

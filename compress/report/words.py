@@ -1,6 +1,7 @@
 """Numbers as people read them: units, sensible digits, real minus signs, no line break inside."""
 
 from collections.abc import Iterable
+from datetime import datetime
 from math import floor, isfinite, log10
 
 SPACE = "\u00a0"
@@ -100,15 +101,23 @@ def signed(value: Number, decimals: int = 1) -> str:
 def comparison(before: Number, after: Number, more: str, less: str) -> str:
     """How `after` stands to `before`: `1.80× faster`, `1.25× slower`, `as fast` within 2%.
 
-    `more` is the word where after is larger. Empty where there is nothing to compare.
+    `more` is the word where after is larger.
     """
     if not before or not after:
-        return ""
+        return "not comparable"
     ratio = after / before
     if 0.98 < ratio < 1.02:
         return "unchanged within 2%"
     word, factor = (more, ratio) if ratio > 1 else (less, 1 / ratio)
     return f"{significant(factor)}×{SPACE}{word}"
+
+
+def moment(iso: str | None) -> str:
+    """A time as 2026-11-29 14:05 UTC, from ISO 8601."""
+    if iso is None:
+        return NOTHING
+    time = datetime.fromisoformat(iso)
+    return f"{time:%Y-%m-%d %H:%M}{SPACE}{time.tzname() or ''}".rstrip(SPACE)
 
 
 def listed(items: Iterable[str], last: str = "and") -> str:

@@ -63,7 +63,8 @@ def test_signs_and_shares() -> None:
     assert words.comparison(50, 90, "faster", "slower") == "1.80×\u00a0faster"
     assert words.comparison(90, 50, "faster", "slower") == "1.80×\u00a0slower"
     assert words.comparison(100, 101, "faster", "slower") == "unchanged within 2%"
-    assert words.comparison(0, 1, "faster", "slower") == ""
+    assert words.comparison(0, 1, "faster", "slower") == "not comparable"
+    assert words.moment("2026-11-29T14:05:31+00:00") == "2026-11-29 14:05\u00a0UTC"
     assert words.listed(["a", "b", "c"]) == "a, b and c"
 
 
