@@ -16,7 +16,7 @@ from compress.eval.tasks import Item, Task, as_asked
 class Answer:
     """What a model said: a text, or the choice it found likeliest.
 
-    likelihoods: of a choice, the log-likelihood of each, in nats a character.
+    likelihoods: of a choice, the log-likelihood of each, in nats, or in nats a character.
     """
 
     id: str
@@ -53,7 +53,9 @@ def ask(
     prompts = [as_asked(task, item, tokenizer) for item in items]
     if task.kind == "choice":
         questions = [(p, item.choices) for p, item in zip(prompts, items, strict=True)]
-        scores = likelihood.pick(model, tokenizer, questions, batch_size=batch_size)
+        scores = likelihood.of_choices(
+            model, tokenizer, questions, per_character=task.per_character, batch_size=batch_size
+        )
         return [
             Answer(item.id, item.choices[row.index(max(row))], tuple(row))
             for item, row in zip(items, scores, strict=True)
@@ -70,7 +72,13 @@ def ask(
         batch_size=batch_size,
     )
     written = dict(zip(order, texts, strict=True))
-    return [Answer(item.id, written[i].strip()) for i, item in enumerate(items)]
+    return [Answer(item.id, _trimmed(task, written[i])) for i, item in enumerate(items)]
+
+
+def _trimmed(task: Task, text: str) -> str:
+    # An answer cut at its longest may end inside a character of several tokens.
+    text = text.strip().rstrip("\ufffd")
+    return text.partition("\n")[0].strip() if task.first_line else text
 
 
 def score(task: Task, items: list[Item], answers: list[Answer]) -> dict[str, Rows]:

@@ -23,7 +23,7 @@ def encode(
     alone = tokenizer(prompt).input_ids
     ids = tokenizer(prompt + continuation).input_ids
     # Tokenizers that end a text with a special token would have it in the prompt's middle.
-    if ids[-1] == alone[-1] == tokenizer.eos_token_id:
+    if alone and ids[-1] == alone[-1] == tokenizer.eos_token_id:
         alone, ids = alone[:-1], ids[:-1]
     pairs = enumerate(zip(alone, ids, strict=False))
     start = next((i for i, (a, b) in pairs if a != b), min(len(alone), len(ids)))
@@ -77,18 +77,22 @@ def spaced(choice: str) -> str:
     return choice if has_cjk(choice) else f" {choice}"
 
 
-def pick(
+def of_choices(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: list[tuple[str, tuple[str, ...]]],
     *,
+    per_character: bool,
     batch_size: int,
 ) -> list[list[float]]:
-    """For each (prompt, choices): the log-likelihood of every choice, per character.
+    """For each (prompt, choices): the log-likelihood of every choice, in nats.
 
-    Divided by length in characters as in lm-evaluation-harness's acc_norm, so that long choices
-    are not at a loss; unlike tokens, characters mean the same to every tokenizer.
+    per_character divides it by the choice's length, as lm-evaluation-harness's acc_norm does, so
+    that long choices are not at a loss; unlike tokens, characters mean the same to any tokenizer.
     """
     pairs = [(prompt, spaced(choice)) for prompt, choices in questions for choice in choices]
-    scores = iter(log_likelihoods(model, tokenizer, pairs, batch_size=batch_size))
-    return [[next(scores) / len(choice) for choice in choices] for _, choices in questions]
+    found = iter(log_likelihoods(model, tokenizer, pairs, batch_size=batch_size))
+    return [
+        [next(found) / (len(choice) if per_character else 1) for choice in choices]
+        for _, choices in questions
+    ]

@@ -42,12 +42,17 @@ def clean(text: str) -> bool:
     )
 
 
+def _occurs(wanted: str, text: str) -> bool:
+    # Words are compared as words ("4" is not in "14"); where signs count ("a + b"), to the letter.
+    plain = all(char.isalnum() or char.isspace() for char in wanted)
+    return contains(text, wanted) if plain else wanted in text
+
+
 def holds(rule: dict[str, Any], text: str) -> bool:
     """Whether `text` keeps to `rule`; ValueError for a rule that there is not."""
     match rule:
         case {"rule": "contains", "any": wanted}:
-            # Signs count in code ("a + b"), so a match to the letter is accepted as well.
-            return any(contains(text, one) or one in text for one in wanted)
+            return any(_occurs(one, text) for one in wanted)
         case {"rule": "not_empty"}:
             return bool(text.strip())
         case {"rule": "no_garbage"}:

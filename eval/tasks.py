@@ -29,7 +29,8 @@ class Task:
     with references; `boundary` checks it by rules. prompts: the prompt by language ("en" where
     there is none for the item's). metrics: names in eval/metrics.py; the first is the one by which
     items are ranked and flips are counted. chat: whether the prompt goes through the model's chat
-    template, where it has one. max_new_tokens: longest answer.
+    template, where it has one. per_character: whether likelihoods are divided by the length of the
+    choice. max_new_tokens: longest answer. first_line: whether the answer ends with its first line.
     """
 
     name: str
@@ -37,12 +38,41 @@ class Task:
     prompts: dict[str, str]
     metrics: tuple[str, ...]
     chat: bool = True
+    per_character: bool = True
     max_new_tokens: int = 0
+    first_line: bool = False
 
     @property
     def file(self) -> Path:
         return SUITES / f"{self.name}.jsonl"
 
+
+# By example rather than by instruction, so that models with and without a chat template, and small
+# ones, give the short form that exact match compares.
+ENGLISH_EXAMPLES = """\
+Question: What is the capital of Italy?
+Answer: Rome
+
+Question: How many wheels does a car have?
+Answer: 4
+
+Question: What is the opposite of big?
+Answer: small
+
+Question: {question}
+Answer:"""
+CHINESE_EXAMPLES = """\
+问题：意大利的首都是哪里？
+答案：罗马
+
+问题：一辆汽车有几个轮子？
+答案：4
+
+问题：“大”的反义词是什么？
+答案：小
+
+问题：{question}
+答案："""
 
 TASKS = (
     Task(
@@ -50,21 +80,25 @@ TASKS = (
         kind="choice",
         prompts={"en": "Question: {question}\nAnswer:", "zh": "问题：{question}\n答案："},
         metrics=("accuracy",),
+        chat=False,
     ),
     Task(
         name="commonsense",
         kind="choice",
-        prompts={"en": "{context}", "zh": "{context}"},
+        prompts={"en": "{context}"},
         metrics=("accuracy",),
+        chat=False,
+        # The choices are single words and short phrases of like length; divided by it, the longer
+        # word wins too often.
+        per_character=False,
     ),
     Task(
         name="short_answers",
         kind="generation",
-        prompts={
-            "en": "Answer with one word or one number.\n{question}",
-            "zh": "请用一个词或一个数字回答。\n{question}",
-        },
-        metrics=("contained", "exact_match"),
+        prompts={"en": ENGLISH_EXAMPLES, "zh": CHINESE_EXAMPLES},
+        metrics=("exact_match", "contained"),
+        chat=False,
+        first_line=True,
         max_new_tokens=16,
     ),
     Task(
@@ -150,13 +184,12 @@ def _item(task: Task, record: dict[str, Any]) -> Item:
 def as_asked(task: Task, item: Item, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text that the model is given for `item`: through the chat template, or as it is."""
     if task.chat and tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(
+        # A template may write the BOS token that a tokenizer adds: `generate` keeps it single.
+        return tokenizer.apply_chat_template(
             [{"role": "user", "content": item.prompt}],
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=False,  # read by Qwen 3's template alone: no room to think in here
         )
-        # A template that writes the BOS token, before a tokenizer that adds it, would double it.
-        return text.removeprefix(tokenizer.bos_token) if adds_bos(tokenizer) else text
     # A model cannot start from no token at all.
     return item.prompt or ("" if adds_bos(tokenizer) else tokenizer.eos_token)

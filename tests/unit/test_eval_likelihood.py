@@ -1,0 +1,158 @@
+"""Likelihoods of choices: batched and padded, or one by one and by hand, they are the same."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from compress.eval.answers import Answer, ask, fitting, score
+from compress.eval.likelihood import encode, log_likelihoods, of_choices
+from compress.eval.tasks import Item, as_asked, items, named
+
+CHAT = "{{ bos_token }}[{{ messages[0]['content'] }}]"
+PAIRS = [
+    ("The sky is", " blue"),
+    ("The sky is", " full of a great many stars tonight"),
+    ("q", " a"),
+    ("中国的首都是", "北京"),
+    ("A rather long prompt that goes on for quite some while", " ends"),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=261,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        bos_token_id=256,
+        eos_token_id=257,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def make_tokenizer(*, bos: bool, chat: bool = False) -> PreTrainedTokenizerFast:
+    """Bytes, and two merges, so that a token can lie across the end of a prompt."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {char: i for i, char in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
+    vocabulary |= {"st": 258, "es": 259, "est": 260}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("s", "t"), ("e", "st")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 256)]
+        )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT if chat else None
+    return fast
+
+
+def one_by_one(model, tokenizer, prompt, continuation):
+    """The sum of log P over the continuation's tokens, each predicted from all before it."""
+    start = len(tokenizer(prompt).input_ids)
+    ids = tokenizer(prompt + continuation).input_ids
+    total = 0.0
+    for position in range(start, len(ids)):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[:position]])).logits[0, -1]
+        total += logits.double().log_softmax(-1)[ids[position]].item()
+    return total
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_batches_equal_a_loop_without_padding(model, bos, batch_size):
+    tokenizer = make_tokenizer(bos=bos)
+    found = log_likelihoods(model, tokenizer, PAIRS, batch_size=batch_size)
+    expected = [one_by_one(model, tokenizer, *pair) for pair in PAIRS]
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert len(set(found)) == len(PAIRS)
+
+
+def test_likelihoods_of_single_tokens_are_the_softmax(model):
+    tokenizer = make_tokenizer(bos=True)
+    letters = [chr(i) for i in range(33, 127)]
+    found = log_likelihoods(model, tokenizer, [("ab", c) for c in letters], batch_size=16)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokenizer("ab").input_ids])).logits[0, -1]
+    ids = [tokenizer(c).input_ids[-1] for c in letters]
+    assert torch.tensor(found).exp().sum().item() == pytest.approx(
+        logits.softmax(-1)[ids].sum().item(), rel=1e-4
+    )
+
+
+def test_bos_is_context_and_is_never_scored():
+    ids, start = encode("ab", " c", make_tokenizer(bos=True))
+    assert (ids[0], start) == (256, 3)
+    ids, start = encode("ab", " c", make_tokenizer(bos=False))
+    assert start == 2
+
+
+def test_a_token_across_the_border_belongs_to_the_continuation():
+    ids, start = encode("be", "st", make_tokenizer(bos=False))
+    assert ids[1:] == [260]
+    assert start == 1
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="wanted tokens in both"):
+        encode("", "a", make_tokenizer(bos=False))
+
+
+def test_choices_are_scored_in_their_order_whole_or_per_character(model):
+    tokenizer = make_tokenizer(bos=True)
+    questions = [("The sky is", ("blue", "very green")), ("首都是", ("北京", "上海", "广州"))]
+    whole, each = (
+        of_choices(model, tokenizer, questions, per_character=by, batch_size=4)
+        for by in (False, True)
+    )
+    assert [len(row) for row in whole] == [2, 3]
+    assert whole[0][1] == pytest.approx(
+        one_by_one(model, tokenizer, "The sky is", " very green"), rel=1e-4
+    )
+    assert whole[1][0] == pytest.approx(one_by_one(model, tokenizer, "首都是", "北京"), rel=1e-4)
+    assert each[0][1] == pytest.approx(whole[0][1] / len("very green"))
+
+
+def test_the_likeliest_choice_is_the_answer(model):
+    task, its = named(["commonsense"])[0], items(named(["commonsense"])[0], 5)
+    tokenizer = make_tokenizer(bos=True)
+    found = ask(model, tokenizer, task, its, batch_size=4)
+    for item, answer in zip(its, found, strict=True):
+        assert answer.text == item.choices[answer.likelihoods.index(max(answer.likelihoods))]
+    assert score(task, its, found)["accuracy"].shape == (5, 2)
+
+
+def test_the_chat_template_is_used_for_what_is_written_and_not_for_choices():
+    task = named(["translation"])[0]
+    item = Item("x", "Hello")
+    assert as_asked(task, item, make_tokenizer(bos=False)) == "Hello"
+    assert as_asked(task, item, make_tokenizer(bos=False, chat=True)) == "<s>[Hello]"
+    choice = named(["knowledge"])[0]
+    assert as_asked(choice, item, make_tokenizer(bos=True, chat=True)) == "Hello"
+
+
+def test_an_empty_prompt_becomes_at_least_one_token():
+    task = named(["boundary"])[0]
+    assert as_asked(task, Item("x", ""), make_tokenizer(bos=False)) == "</s>"
+    assert as_asked(task, Item("x", ""), make_tokenizer(bos=True)) == ""
+
+
+def test_items_that_need_a_longer_context_are_left_out():
+    task = named(["boundary"])[0]
+    tokenizer = make_tokenizer(bos=True)
+    short, long = Item("short", "a" * 9), Item("long", "a" * 10)
+    room = 1 + 9 + task.max_new_tokens
+    assert fitting(task, [short, long], tokenizer, room) == [short]
+
+
+def test_boundary_answers_are_scored_by_their_rules():
+    task = named(["boundary"])[0]
+    item = Item("x", "", rules=({"rule": "not_empty"},))
+    rows = score(task, [item, item], [Answer("x", "yes"), Answer("x", "")])
+    assert rows["accuracy"].tolist() == [[1.0, 1.0], [0.0, 1.0]]

@@ -1,0 +1,216 @@
+"""The score stage on a small random model and a disturbed copy of it: figures, files, resuming."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from compress.data import Data
+from compress.errors import ConfigError, UserError
+from compress.eval import judge, sheet
+from compress.stage import Run
+from compress.stages.score import Score
+
+SETTINGS = {"windows": 2, "window_tokens": 80, "limit": 3, "max_new_tokens": 4, "batch_size": 3}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(dense, checkpoint): models of bytes with a context of 1024."""
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=257,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {char: i for i, char in enumerate(alphabet)} | {"</s>": 257}
+    bytewise = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="</s>")
+    for name in ("dense", "checkpoint"):
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+        with torch.no_grad():
+            for weight in model.model.layers.parameters():
+                weight += 0.1 * torch.randn(weight.shape)
+    return root / "dense", root / "checkpoint"
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "held_out.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    return str(file)
+
+
+def run_of(folders, work: Path) -> Run:
+    work.mkdir(parents=True, exist_ok=True)
+    config = SimpleNamespace(device="cpu", seed=0, data=Data())
+    dense, checkpoint = folders
+    return Run(config, {"dense": dense, "checkpoint": checkpoint}, work, {})
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The models loaded, in order, by folder and dtype."""
+    found, load = [], judge.load
+
+    def counted(folder, **options):
+        found.append((folder.name, options["dtype"]))
+        return load(folder, **options)
+
+    monkeypatch.setattr(judge, "load", counted)
+    return found
+
+
+def test_scores_and_outputs_are_written(folders, text, tmp_path, loads):
+    scores = Score(text=text, **SETTINGS).run(run_of(folders, tmp_path / "work"), tmp_path)
+    assert loads == [("dense", torch.float32), ("dense", None), ("checkpoint", None)]
+    close = scores["fidelity"]
+    assert close["kl"] > 0.01
+    assert abs(close["kl_floor"]) < 1e-6  # stored in float32, so served in it
+    assert close["kl_ci95"][0] <= close["kl"] <= close["kl_ci95"][1]
+    assert 0 < close["top1"] < 1
+    assert close["ppl"]["before"] != close["ppl"]["after"]
+    assert (close["windows"], close["window_tokens"]) == (2, 80)
+    assert close["text"] == "held_out.txt"
+    assert len(close["by_window"]["kl"]) == 2
+    assert [(row["name"], row["metric"]) for row in scores["tasks"]] == [
+        ("knowledge", "accuracy"),
+        ("commonsense", "accuracy"),
+        ("short_answers", "exact_match"),
+        ("short_answers", "contained"),
+        ("summaries", "rougeL"),
+        ("summaries", "rouge1"),
+        ("translation", "chrf"),
+        ("translation", "bleu"),
+        ("boundary", "accuracy"),
+    ]
+    for row in scores["tasks"]:
+        assert 0 <= row["before"] <= 100
+        assert row["ci95"][0] <= row["ci95"][1]
+        assert row["gained"] + row["lost"] <= row["n"] <= 3
+    assert json.loads((tmp_path / "scores.json").read_text()) == scores
+    lines = (tmp_path / "outputs.jsonl").read_text(encoding="utf-8").splitlines()
+    outputs = [json.loads(line) for line in lines]
+    assert {o["task"] for o in outputs if o["why"] == "boundary case failed"} == {"boundary"}
+    assert any(o["before"] != o["after"] for o in outputs)
+
+
+def test_a_model_beside_itself_has_lost_nothing(folders, text, tmp_path):
+    dense, _ = folders
+    scores = Score(text=text, **SETTINGS).run(run_of((dense, dense), tmp_path / "w"), tmp_path)
+    assert abs(scores["fidelity"]["kl"]) < 1e-6
+    assert scores["fidelity"]["top1"] == 1.0
+    for row in scores["tasks"]:
+        assert row["before"] == row["after"]
+        assert (row["gained"], row["lost"], row["p"], row["ci95"]) == (0, 0, 1.0, [0.0, 0.0])
+
+
+def test_a_killed_run_goes_on_and_ends_in_the_same_scores(
+    folders, text, tmp_path, loads, monkeypatch
+):
+    whole = Score(text=text, **SETTINGS).run(run_of(folders, tmp_path / "whole"), tmp_path)
+    work, ask, asked = tmp_path / "killed", judge.ask, []
+
+    def killed(model, tokenizer, task, its, **options):
+        asked.append(task.name)
+        if len(asked) == 9:  # the compressed model's third task
+            raise KeyboardInterrupt
+        return ask(model, tokenizer, task, its, **options)
+
+    monkeypatch.setattr(judge, "ask", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Score(text=text, **SETTINGS).run(run_of(folders, work), tmp_path)
+    loads.clear()
+    again = Score(text=text, **SETTINGS).run(run_of(folders, work), tmp_path)
+    assert asked[8:] == ["short_answers", "short_answers", "summaries", "translation", "boundary"]
+    assert loads == [("checkpoint", None)]
+    assert again == whole
+
+
+def test_what_was_kept_for_other_questions_is_not_used(folders, text, tmp_path, loads):
+    run = run_of(folders, tmp_path / "work")
+    Score(text=text, **SETTINGS, tasks=["knowledge"]).run(run, tmp_path)
+    loads.clear()
+    Score(text=text, **(SETTINGS | {"limit": 2}), tasks=["knowledge"]).run(run, tmp_path)
+    assert len(loads) == 3
+
+
+def test_windows_that_do_not_fit_are_shortened_in_words(folders, text, tmp_path, caplog):
+    score = Score(text=text, tasks=["translation"], limit=1, max_new_tokens=2, windows=5)
+    with caplog.at_level("INFO", logger="compress"):
+        found = score.run(run_of(folders, tmp_path / "work"), tmp_path)["fidelity"]
+    assert (found["windows"], found["window_tokens"]) == (1, 900)
+    assert "1 windows of 900 tokens instead of 5 of 1024, since the text is shorter" in caplog.text
+
+
+def test_the_datas_held_out_part_is_the_default(folders, tmp_path):
+    score = Score(tasks=["translation"], limit=1, max_new_tokens=2, windows=1, window_tokens=64)
+    found = score.run(run_of(folders, tmp_path / "work"), tmp_path)["fidelity"]
+    assert "documentation in Python" in found["text"]
+
+
+def test_bad_input_is_told_in_one_line(folders, tmp_path):
+    run = run_of(folders, tmp_path / "work")
+    with pytest.raises(UserError, match=r"score\.text=missing\.txt: cannot be read"):
+        Score(text="missing.txt").run(run, tmp_path)
+    (tmp_path / "short.txt").write_text("Too short.")
+    with pytest.raises(UserError, match="at least one window of 64 tokens"):
+        Score(text=str(tmp_path / "short.txt")).run(run, tmp_path)
+
+
+def test_all_wrong_fields_are_told_together():
+    with pytest.raises(ConfigError) as error:
+        Score(windows=0, limit=0, window_tokens=32, tasks=["trivia"])
+    assert error.value.problems == [
+        "score.windows is 0; wanted at least 1",
+        "score.window_tokens is 32; wanted at least 64",
+        "score.limit is 0; wanted at least 1",
+        "score.tasks: no suite called trivia; there are knowledge, commonsense, short_answers, "
+        "summaries, translation, boundary",
+    ]
+
+
+def record(name, before, after, change=0.0, broken=()):
+    return {
+        "id": name,
+        "before": before,
+        "after": after,
+        "score_before": 50.0,
+        "score_after": 50.0 + change,
+        "broken_before": [],
+        "broken_after": list(broken),
+    }
+
+
+def test_the_sheet_shows_failures_differences_and_a_draw():
+    records = [record(f"same-{i}", "a", "a") for i in range(30)]
+    records += [record("worse", "a", "b", -40.0), record("better", "a", "b", 20.0)]
+    records += [record("reworded", "a", "b"), record("failed", "a", "", broken=["not_empty"])]
+    found = sheet.select(records, 6, seed=0)
+    assert [(o["why"], o["id"]) for o in found[:4]] == [
+        ("boundary case failed", "failed"),
+        ("largest difference", "worse"),
+        ("largest difference", "better"),
+        ("largest difference", "reworded"),
+    ]
+    assert [o["why"] for o in found[4:]] == ["drawn by chance"] * 3
+    assert len({o["id"] for o in found}) == 7
+    assert found == sheet.select(records, 6, seed=0)
