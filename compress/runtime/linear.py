@@ -1,0 +1,100 @@
+"""A quantized linear as a module: a checkpoint's tensors, and a kernel bound to them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress import checkpoint
+from compress.kernels import w8a8, wna16
+from compress.kernels.backend import pick_backend
+from compress.qtensor import QTensor, QuantSpec
+
+
+class QuantLinear(nn.Module):
+    """Stands in for `nn.Linear(in_features, out_features)`: [..., K] to [..., N].
+
+    Its buffers carry the names, shapes and dtypes of the checkpoint: `weight` and `weight_scale` for
+    W8A8, `weight_packed`, `weight_scale` and `weight_shape` for W8A16 and W4A16. It runs after
+    `prepare`; what a backend wants in another order is kept beside the buffers.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        spec: QuantSpec,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.spec = in_features, out_features, spec
+        for name, tensor in _empty(in_features, out_features, spec, dtype, device).items():
+            self.register_buffer(name, tensor)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            empty = torch.empty(out_features, dtype=dtype, device=device)
+            self.bias = nn.Parameter(empty, requires_grad=False)
+        self._kernel: Callable[[Tensor], Tensor] | None = None
+        self._backend: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., K] to [..., N], in the dtype of `x`."""
+        if self._kernel is None:
+            self._kernel = self._bind(x.dtype)
+        return self._kernel(x)
+
+    def prepare(self, backend: str | None, dtype: torch.dtype) -> None:
+        """Bind the tensors to the kernel of `backend` (None: the device's own) for inputs of `dtype`.
+
+        Raises UserError where that backend cannot run on the tensors' device.
+        """
+        self._backend = backend
+        self._kernel = self._bind(dtype)
+
+    def qtensor(self) -> QTensor:
+        """The weight as integers [N, K] and scales [N, G]."""
+        return checkpoint.unpack("", {f".{n}": t for n, t in self.named_buffers()}, self.spec)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.spec.scheme}"
+
+    def _bind(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        buffers = dict(self.named_buffers())
+        scale = buffers["weight_scale"]
+        backend = pick_backend(scale.device, self._backend)
+        if self.spec.activation_bits is not None:
+            return w8a8.prepare(buffers["weight"], scale, self.bias, backend)
+        return wna16.prepare(
+            buffers["weight_packed"],
+            scale,
+            self.bias,
+            spec=self.spec,
+            in_features=self.in_features,
+            backend=backend,
+            dtype=dtype,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # The kernel holds the tensors from before a move: bind it again at the next forward.
+        self._kernel = None
+        return super()._apply(fn, recurse)
+
+
+def _empty(
+    k: int, n: int, spec: QuantSpec, dtype: torch.dtype, device: str | torch.device
+) -> dict[str, Tensor]:
+    """The checkpoint's tensors for a weight [n, k], unfilled."""
+    scale = torch.empty((n, spec.groups(k)), dtype=dtype, device=device)
+    if spec.activation_bits is not None:
+        weight = torch.empty((n, k), dtype=torch.int8, device=device)
+        return {"weight": weight, "weight_scale": scale}
+    words = -(-k * spec.bits // 32)
+    return {
+        "weight_packed": torch.empty((n, words), dtype=torch.int32, device=device),
+        "weight_scale": scale,
+        "weight_shape": torch.empty(2, dtype=torch.int64, device=device),
+    }

@@ -1,0 +1,163 @@
+"""A model folder, dense or quantized, as a transformers model that runs through our kernels."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from compress.checkpoint import read_quantization_config
+from compress.errors import UserError
+from compress.kernels.backend import pick_backend
+from compress.model import TensorFiles
+from compress.qtensor import QuantSpec
+from compress.runtime.linear import QuantLinear
+
+# Old Llama checkpoints store these frequencies; they follow from the configuration.
+FOLLOWS_FROM_CONFIG = "rotary_emb.inv_freq"
+
+
+def load(
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> PreTrainedModel:
+    """Load `folder` in eval mode; its quantized linears are `QuantLinear`.
+
+    dtype: of weights and activations in 16 or 32 bit; None as stored, but float16 on CPU runs as
+    bfloat16 (float16 matrix products are many times slower there). Scales keep the dtype they are
+    stored in. Peak memory is the model and one tensor. Raises UserError for a folder that is no
+    causal language model, a damaged file, and a tensor that is missing, doubled, unknown or of the
+    wrong shape; for a backend that cannot run on `device`.
+    """
+    backend = pick_backend(device, backend)
+    skeleton = build_empty(folder, device, dtype)
+    names = _fill(skeleton, folder, device)
+    _check_complete(skeleton, names, folder)
+    skeleton.tie_weights()
+    for module in skeleton.modules():
+        if isinstance(module, QuantLinear):
+            module.prepare(backend, skeleton.dtype)
+    # What was real from the start: buffers that follow from the configuration.
+    skeleton.to(device)
+    if (folder / "generation_config.json").exists():
+        skeleton.generation_config = GenerationConfig.from_pretrained(folder)
+    return skeleton.eval().requires_grad_(False)
+
+
+def build_empty(folder: Path, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The model's modules, parameters on the meta device, quantized linears put in place."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None:
+            # Else transformers would look for its own quantizer in what it builds from this.
+            del config.quantization_config
+        dtype = dtype or config.dtype or torch.float32
+        if dtype == torch.float16 and torch.device(device).type == "cpu":
+            dtype = torch.bfloat16
+        # Buffers stay real: rotary frequencies are computed when a module is built, and not stored.
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise UserError(f"{folder}: not a causal language model that loads: {reason}") from error
+    if quantization is not None:
+        if not isinstance(quantization, dict):
+            quantization = quantization.to_dict()
+        swap_linears(model, *read_quantization_config(quantization))
+    return model
+
+
+def swap_linears(model: PreTrainedModel, spec: QuantSpec, ignore: list[str]) -> None:
+    """Put an empty QuantLinear in the place of every linear whose full name is not in `ignore`."""
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear) or name in ignore:
+            continue
+        try:
+            linear = QuantLinear(
+                module.in_features,
+                module.out_features,
+                spec,
+                bias=module.bias is not None,
+                dtype=model.dtype,
+                device="meta",
+            )
+        except ValueError as error:
+            raise UserError(f"{name}: {error}; the checkpoint does not fit its config") from error
+        model.set_submodule(name, linear)
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder's safetensors files by name, one at a time.
+
+    Raises UserError for a file that is missing, damaged or cut short.
+    """
+    for path in TensorFiles.files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    yield name, file.get_tensor(name)
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: missing; the folder's index names it, get it again") from error
+        except SafetensorError as error:
+            raise UserError(
+                f"{path}: damaged or cut short at {path.stat().st_size} bytes ({error}); get it again"
+            ) from error
+
+
+def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
+    """Put the stored tensors into the model; returns the names found."""
+    found: set[str] = set()
+    wanted = model.state_dict()
+    tied = set(model.all_tied_weights_keys)
+    for name, tensor in stored_tensors(folder):
+        if name in found:
+            raise UserError(f"{folder}: {name} is stored twice; every tensor must be there once")
+        found.add(name)
+        if name.endswith(FOLLOWS_FROM_CONFIG):
+            continue
+        if name not in wanted:
+            raise UserError(
+                f"{folder}: {name} is stored, but the model of config.json has no such tensor; "
+                "ignore in quantization_config must list full names"
+            )
+        if name in tied:
+            # A second copy of what tie_weights puts there.
+            continue
+        target = wanted[name]
+        if tensor.shape != target.shape:
+            raise UserError(
+                f"{folder}: {name} has shape {tuple(tensor.shape)}; wanted {tuple(target.shape)}"
+            )
+        if tensor.is_floating_point() != target.is_floating_point():
+            raise UserError(f"{folder}: {name} is {tensor.dtype}; wanted {target.dtype}")
+        dtype = tensor.dtype if name.endswith(".weight_scale") else target.dtype
+        # A copy: the tensor read is a view of the file, which may change or go.
+        _assign(model, name, tensor.to(device=device, dtype=dtype, copy=True))
+    return found
+
+
+def _assign(model: PreTrainedModel, name: str, tensor: Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    module = model.get_submodule(parent)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _check_complete(model: PreTrainedModel, found: set[str], folder: Path) -> None:
+    tied = set(model.all_tied_weights_keys)
+    missing = [name for name in model.state_dict() if name not in found and name not in tied]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"{folder}: {missing[0]}{more} missing from its safetensors files; wanted every tensor "
+            "of config.json's model once"
+        )

@@ -1,0 +1,46 @@
+"""W8A8 on CPU through `torch._int_mm` (oneDNN: VNNI or AMX where the machine has it).
+
+At decode a linear takes tens of microseconds and each ATen call one to three, so this is written
+for few calls: no clamp (a row divided by its own absmax / 127 cannot leave [-127, 127]), no guard
+for a row of zeros (0 / 0 becomes some integer, which its scale of 0 wipes out), and the last
+multiplication casts to the output's dtype by writing into it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+# One dimension, so that bf16 divided by it promotes to float32, which a Python number would not.
+_STEPS = torch.tensor([127.0])
+
+
+def prepare(
+    weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """Bind the weight, as a view: `_int_mm` is fastest at small M on the transposed [N, K]."""
+    return partial(
+        linear,
+        weight_KN=weight.t(),
+        scale_N=weight_scale.float().reshape(-1),
+        bias=bias,
+    )
+
+
+def quantize_per_token(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference, but the integers of a row of zeros are unspecified (its scale is 0)."""
+    scale_M1 = x_MK.abs().amax(-1, True) / _STEPS
+    return (x_MK / scale_M1).round_().to(torch.int8), scale_M1
+
+
+def linear(x: Tensor, *, weight_KN: Tensor, scale_N: Tensor, bias: Tensor | None) -> Tensor:
+    """`x` [..., K] to [..., N] in the dtype of `x`."""
+    q_MK, scale_M1 = quantize_per_token(x.reshape(-1, x.shape[-1]))
+    acc_MN = torch._int_mm(q_MK, weight_KN) * scale_N
+    y_MN = torch.empty(acc_MN.shape, dtype=x.dtype)
+    if bias is None:
+        torch.mul(acc_MN, scale_M1, out=y_MN)
+    else:
+        torch.add(acc_MN.mul_(scale_M1), bias, out=y_MN)
+    return y_MN.view(*x.shape[:-1], y_MN.shape[1])

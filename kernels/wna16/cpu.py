@@ -1,0 +1,124 @@
+"""W8A16 and W4A16 on CPU: ATen's weight-only ops for few tokens, a dequantized product for many.
+
+`_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu` read a half or a quarter of the bytes of
+bf16, which pays while reading the weight is what takes the time; from some tens of tokens on, bf16
+matrix multiplication is so much faster that dequantizing first wins. Both ops take bf16 only. INT4
+costs a second copy of the integers, in the op's own order; the checkpoint's words serve the rest.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.qtensor import QuantSpec, dequantize, unpack_int32
+
+# Tokens up to which the weight-only op beats dequantizing: crossings measured at 576x1536 and
+# 2048x2048 on 2 cores of an AMD EPYC with AVX512-VNNI and BF16.
+INT8_MAX_TOKENS = 12
+INT4_MAX_TOKENS = 96
+
+_INT4_GROUPS = (256, 128, 64, 32)
+
+
+def prepare(
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    spec: QuantSpec,
+    in_features: int,
+    dtype: torch.dtype,
+) -> Callable[[Tensor], Tensor]:
+    """Bind the weight `packed` int32 [N, words], repacked for the op that its shape allows."""
+    if dtype == torch.bfloat16:
+        # The int8 op reads K in sixteens: from any other K wrong sums, or memory not its own.
+        if spec.bits == 8 and spec.group_size is None and in_features % 16 == 0:
+            return _prepare_int8(packed, weight_scale, bias, in_features)
+        group_size = int4_op_group(len(packed), in_features, spec)
+        if group_size is not None:
+            return _prepare_int4(packed, weight_scale, bias, in_features, group_size)
+
+    def run(x: Tensor) -> Tensor:
+        ints = unpack_int32(packed, spec.bits, in_features)
+        return F.linear(x, dequantize(ints, weight_scale, x.dtype), bias)
+
+    return run
+
+
+def int4_op_group(n: int, k: int, spec: QuantSpec) -> int | None:
+    """The group size to give to the int4 op for a weight [n, k], or None where it takes none.
+
+    The op knows groups of 32 to 256 and N in sixteens. A larger group, or a whole row, is served as
+    several groups with the same scale.
+    """
+    width = spec.group_size or k
+    if spec.bits != 4 or n % 16 or k % width:
+        return None
+    return next((group for group in _INT4_GROUPS if width % group == 0), None)
+
+
+def _prepare_int8(
+    packed: Tensor, weight_scale: Tensor, bias: Tensor | None, in_features: int
+) -> Callable[[Tensor], Tensor]:
+    ints = unpack_int32(packed, 8, in_features)
+    scale_bf16 = weight_scale.reshape(-1).to(torch.bfloat16)
+
+    def run(x: Tensor) -> Tensor:
+        x_MK = x.reshape(-1, in_features)
+        if len(x_MK) <= INT8_MAX_TOKENS:
+            y_MN = torch._weight_int8pack_mm(x_MK, ints, scale_bf16)
+        else:
+            # Integers up to 2^7 are exact in bf16, so the scale can wait for the smaller product.
+            y_MN = F.linear(x_MK, ints.to(torch.bfloat16)).mul_(scale_bf16)
+        if bias is not None:
+            y_MN += bias
+        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+
+    return run
+
+
+def _prepare_int4(
+    packed: Tensor, weight_scale: Tensor, bias: Tensor | None, in_features: int, group_size: int
+) -> Callable[[Tensor], Tensor]:
+    # The op's integers are 0 to 15 around a zero point of 8; its pairs are (scale, zero), zero
+    # being what is added after scaling: none, as the grid is symmetric. [K / group, N, 2].
+    unsigned = unpack_int32(packed, 4, in_features).to(torch.int32) + 8
+    op_weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 1)
+    repeat = in_features // group_size // weight_scale.shape[1]
+    scale_GN = weight_scale.repeat_interleave(repeat, dim=1).t().to(torch.bfloat16)
+    op_scales = torch.stack([scale_GN, torch.zeros_like(scale_GN)], dim=-1).contiguous()
+    int4_mm = torch.ops.aten._weight_int4pack_mm_for_cpu
+
+    def run(x: Tensor) -> Tensor:
+        x_MK = x.reshape(-1, in_features)
+        if len(x_MK) <= INT4_MAX_TOKENS:
+            y_MN = int4_mm(x_MK, op_weight, group_size, op_scales)
+        else:
+            y_MN = planar(x_MK) @ dequantize_planar(packed, weight_scale).t()
+        if bias is not None:
+            y_MN += bias
+        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+
+    return run
+
+
+def dequantize_planar(packed: Tensor, scales: Tensor) -> Tensor:
+    """INT4 words [N, K/8] to bf16 [N, K], columns in the order of `planar`; 4 times as fast.
+
+    0x4300 is 128 in bf16 with the units in its lowest mantissa bit, so 0x4300 | nibble is
+    128 + nibble: one shift and one mask make two bf16 values, nibbles j and j + 4 of the word, with
+    no conversion. Subtracting 136 takes off the 128 and the stored offset of 8.
+    """
+    n, words = packed.shape
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32)
+    pairs = (packed.unsqueeze(-1) >> shifts).bitwise_and_(0x000F000F).bitwise_or_(0x43004300)
+    values = pairs.view(torch.bfloat16).view(n, scales.shape[1], -1)
+    return values.sub_(136).mul_(scales.to(torch.bfloat16).unsqueeze(-1)).view(n, words * 8)
+
+
+def planar(x_MK: Tensor) -> Tensor:
+    """Columns 8i + 4h + j put at 8i + 2j + h, to meet `dequantize_planar`."""
+    m, k = x_MK.shape
+    return x_MK.view(m, k // 8, 2, 4).transpose(2, 3).reshape(m, k)
