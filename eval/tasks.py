@@ -123,7 +123,7 @@ TASKS = (
         kind="boundary",
         prompts={"en": "{prompt}"},
         metrics=("accuracy",),
-        max_new_tokens=48,
+        max_new_tokens=32,
     ),
 )
 

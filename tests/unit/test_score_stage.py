@@ -15,7 +15,7 @@ from compress.eval import judge, sheet
 from compress.stage import Run
 from compress.stages.score import Score
 
-SETTINGS = {"windows": 2, "window_tokens": 80, "limit": 3, "max_new_tokens": 4, "batch_size": 3}
+SETTINGS = {"windows": 2, "window_tokens": 80, "limit": 2, "max_new_tokens": 4, "batch_size": 3}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_scores_and_outputs_are_written(folders, text, tmp_path, loads):
     for row in scores["tasks"]:
         assert 0 <= row["before"] <= 100
         assert row["ci95"][0] <= row["ci95"][1]
-        assert row["gained"] + row["lost"] <= row["n"] <= 3
+        assert row["gained"] + row["lost"] <= row["n"] <= 2
     assert json.loads((tmp_path / "scores.json").read_text()) == scores
     lines = (tmp_path / "outputs.jsonl").read_text(encoding="utf-8").splitlines()
     outputs = [json.loads(line) for line in lines]
@@ -149,7 +149,7 @@ def test_what_was_kept_for_other_questions_is_not_used(folders, text, tmp_path, 
     run = run_of(folders, tmp_path / "work")
     Score(text=text, **SETTINGS, tasks=["knowledge"]).run(run, tmp_path)
     loads.clear()
-    Score(text=text, **(SETTINGS | {"limit": 2}), tasks=["knowledge"]).run(run, tmp_path)
+    Score(text=text, **(SETTINGS | {"limit": 1}), tasks=["knowledge"]).run(run, tmp_path)
     assert len(loads) == 3
 
 
