@@ -15,9 +15,9 @@ from compress.qtensor import QTensor, QuantSpec
 class QuantLinear(nn.Module):
     """Stands in for `nn.Linear(in_features, out_features)`: [..., K] to [..., N].
 
-    Its buffers carry the names, shapes and dtypes of the checkpoint: `weight` and `weight_scale` for
-    W8A8, `weight_packed`, `weight_scale` and `weight_shape` for W8A16 and W4A16. It runs after
-    `prepare`; what a backend wants in another order is kept beside the buffers.
+    Its buffers carry the names and shapes of the checkpoint: `weight` and `weight_scale` for W8A8;
+    `weight_packed`, `weight_scale` and `weight_shape` for W8A16 and W4A16. What a backend wants in
+    another order is kept beside them.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class QuantLinear(nn.Module):
         return self._kernel(x)
 
     def prepare(self, backend: str | None, dtype: torch.dtype) -> None:
-        """Bind the tensors to the kernel of `backend` (None: the device's own) for inputs of `dtype`.
+        """Bind the tensors to a kernel for inputs of `dtype`; backend None: the device's own.
 
         Raises UserError where that backend cannot run on the tensors' device.
         """

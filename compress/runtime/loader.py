@@ -94,20 +94,24 @@ def swap_linears(model: PreTrainedModel, spec: QuantSpec, ignore: list[str]) -> 
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder's safetensors files by name, one at a time.
+    """Every tensor of the folder's safetensors files by name, one at a time, as views of the file.
 
     Raises UserError for a file that is missing, damaged or cut short.
     """
     for path in TensorFiles.files(folder):
+        if not path.exists():
+            raise UserError(f"{path}: missing; the folder's index names it, get it again")
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                names = list(file.keys())
+            for name in names:
+                # Opened for each, since what is read of a mapped file stays resident till it closes.
+                with safe_open(path, framework="pt") as file:
                     yield name, file.get_tensor(name)
-        except FileNotFoundError as error:
-            raise UserError(f"{path}: missing; the folder's index names it, get it again") from error
         except SafetensorError as error:
+            size = path.stat().st_size
             raise UserError(
-                f"{path}: damaged or cut short at {path.stat().st_size} bytes ({error}); get it again"
+                f"{path}: damaged or cut short at {size} bytes ({error}); get it again"
             ) from error
 
 
@@ -138,7 +142,7 @@ def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
         if tensor.is_floating_point() != target.is_floating_point():
             raise UserError(f"{folder}: {name} is {tensor.dtype}; wanted {target.dtype}")
         dtype = tensor.dtype if name.endswith(".weight_scale") else target.dtype
-        # A copy: the tensor read is a view of the file, which may change or go.
+        # A copy, so that the file can be closed.
         _assign(model, name, tensor.to(device=device, dtype=dtype, copy=True))
     return found
 

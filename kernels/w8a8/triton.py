@@ -23,7 +23,7 @@ class Tile:
     num_stages: int
 
 
-# Decode is bound by reading the weight: narrow tiles, many programs. Prefill is bound by arithmetic.
+# Decode is bound by reading the weight: narrow tiles, many programs. Prefill by arithmetic.
 DECODE = Tile(16, 64, 256, num_warps=4, num_stages=4)
 SHORT = Tile(64, 64, 128, num_warps=4, num_stages=4)
 PREFILL = Tile(128, 128, 128, num_warps=8, num_stages=3)

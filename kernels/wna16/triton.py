@@ -88,7 +88,7 @@ def gemm_kernel(  # type: ignore[no-untyped-def]
         if GROUP == 0:
             acc = tl.dot(x, q.to(x.dtype), acc)
         elif GROUP % BLOCK_K == 0:
-            # One scale for the block: it multiplies the float32 partial sum, the integers are exact.
+            # One scale for the block multiplies the float32 partial sum; integers stay exact.
             scale = tl.load(scale_ptr + row_n * groups + start // GROUP).to(tl.float32)
             acc += tl.dot(x, q.to(x.dtype)) * scale[None, :]
         else:
@@ -148,7 +148,7 @@ def linear(
     bits: int,
     group_size: int | None,
 ) -> Tensor:
-    """`x` [..., K] to [..., N] in the dtype of `x`; packed int32 [N, words], weight_scale [N, G]."""
+    """`x` [..., K] to [..., N] in its dtype; packed int32 [N, words], weight_scale [N, G]."""
     x_MK = x.reshape(-1, x.shape[-1]).contiguous()
     y_MN = torch.empty((len(x_MK), len(packed)), dtype=x.dtype, device=x.device)
     gemm(x_MK, packed, weight_scale, bias, y_MN, bits=bits, group_size=group_size)

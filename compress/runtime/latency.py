@@ -1,0 +1,92 @@
+"""How fast a model answers one request at a time: prefill and decode apart.
+
+TTFT, time to first token: the prompt in one forward, with the first token chosen. TPOT, time per
+output token: each later token, one forward of one token. Milliseconds where a name says so.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from compress.log import progress
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One request, in seconds: `ttft`, and `tpot` of each token after the first."""
+
+    ttft: float
+    tpot: list[float]
+
+
+@torch.inference_mode()
+def time_request(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Timing:
+    """Answer `prompt` [1, tokens] greedily with exactly `new_tokens`, at least 2, and time it."""
+    prompt = prompt.to(model.device)
+    cache = DynamicCache(config=model.config)
+    marks = [_now(model.device)]
+    ids = prompt
+    for _ in range(new_tokens):
+        logits = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
+        ids = logits[:, -1].argmax(-1, keepdim=True)
+        marks.append(_now(model.device))
+    steps = np.diff(marks).tolist()
+    return Timing(ttft=steps[0], tpot=steps[1:])
+
+
+def time_models(
+    models: Mapping[str, PreTrainedModel],
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    requests: int,
+    warmup: int,
+    seed: int,
+) -> dict[str, list[Timing]]:
+    """Time `requests` of each model by turns, so that what the machine does meanwhile hits all.
+
+    Prompts are random tokens, the same for every model: the time does not depend on them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = min(model.get_input_embeddings().num_embeddings for model in models.values())
+    timings: dict[str, list[Timing]] = {name: [] for name in models}
+    rounds = range(warmup + requests)
+    for turn in progress(rounds, "requests to " + " and ".join(models), "request"):
+        prompt = torch.randint(vocabulary, (1, prompt_tokens), generator=generator)
+        for name, model in models.items():
+            timing = time_request(model, prompt, new_tokens)
+            if turn >= warmup:
+                timings[name].append(timing)
+    return timings
+
+
+def summarize(timings: list[Timing], prompt_tokens: int) -> dict[str, Any]:
+    """Percentiles and rates of the requests; a rate is tokens over the whole time they took."""
+    ttft = np.array([timing.ttft for timing in timings])
+    tpot = np.array([step for timing in timings for step in timing.tpot])
+    return {
+        "ttft_ms": _percentiles(ttft * 1e3),
+        "tpot_ms": _percentiles(tpot * 1e3),
+        "prefill_tokens_per_s": float(prompt_tokens / ttft.mean()),
+        "decode_tokens_per_s": float(1 / tpot.mean()),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": len(timings[0].tpot) + 1,
+        "requests": len(timings),
+    }
+
+
+def _percentiles(values: np.ndarray) -> dict[str, float]:
+    p50, p95, p99 = np.percentile(values, [50, 95, 99])
+    return {"p50": float(p50), "p95": float(p95), "p99": float(p99), "mean": float(values.mean())}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
