@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
         recipe=recipe,
         name=name,
         scheme=scheme,
+        kept=_kinds((stages["plan"] or {}).get("kept", [])),
         fused=not _mixed_qkv(stages["plan"]),
         activations_quantized=scheme.startswith("W8A8"),
         **stages,
@@ -79,6 +80,11 @@ def _front_matter(recipe: str, model: str, scheme: str) -> str:
         "tags": ["compressed-tensors", "quantized", scheme.split()[0].lower()],
     }
     return "\n".join(f"{name}: {json.dumps(value)}" for name, value in fields.items())
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """The kinds of layer among `names`: `k_proj, q_proj and lm_head`."""
+    return words.listed(dict.fromkeys(str(name).rsplit(".", 1)[-1] for name in names))
 
 
 def _mixed_qkv(plan: Mapping[str, Any] | None) -> bool:

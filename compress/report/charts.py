@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from compress.report import plots, words
 from compress.report.plots import Bar, Interval, Scales, Series, axis
-from compress.report.verdict import change, label
+from compress.report.tasks import change, label
 
 Figures = Mapping[str, Any]
 Layer = Mapping[str, Any]
@@ -126,7 +126,9 @@ def curve(distill: Mapping[str, Any]) -> Markup:
         "step",
         "KL to the original, nats a token",
         words.count,
-        marks=[(distill["best_step"], f"best, step {words.count(distill['best_step'])}")],
+        marks=[(distill["best_step"], f"best, step {words.count(distill['best_step'])}")]
+        if distill["kept"]
+        else [],
     )
     return plots.xy([series], scales)
 
@@ -159,14 +161,14 @@ def positions(extend: Mapping[str, Any]) -> Markup:
 
 def tasks(rows: Sequence[Mapping[str, Any]]) -> Markup:
     """Difference of every score with its paired 95% interval."""
-    styles = {"worse": "bad", "better": "good", "unclear": "after"}
+    styles = {"worse": "bad", "perhaps worse": "bad", "better": "good"}
     drawn = [
         Interval(
             label(row),
             row["after"] - row["before"],
             row["ci95"][0],
             row["ci95"][1],
-            styles[change(row)],
+            styles.get(change(row), "after"),
             f"{words.signed(row['after'] - row['before'])} "
             f"({words.signed(row['ci95'][0])} to {words.signed(row['ci95'][1])})",
         )

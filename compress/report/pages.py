@@ -11,9 +11,18 @@ from markupsafe import Markup
 
 from compress.report import charts, words
 from compress.report.diff import word_diff
-from compress.report.verdict import change, label, unseen_loss
+from compress.report.tasks import change, label, unseen_loss
 
 TEMPLATES = Path(__file__).with_name("templates")
+
+BROKEN = {
+    "contains": "lacks what was asked for",
+    "not_empty": "is empty",
+    "no_garbage": "holds broken characters",
+    "no_loop": "repeats itself",
+    "json": "is not JSON",
+}
+"""Rules of boundary cases (eval/rules.py), in words for an answer that breaks them."""
 
 
 def page(figures: Mapping[str, Any]) -> str:
@@ -45,6 +54,7 @@ def _environment(escape: bool) -> Environment:
         word_diff=word_diff,
         fields=fields,
         kinds=kinds,
+        broken=BROKEN,
     )
     environment.filters.update(
         size=words.size,

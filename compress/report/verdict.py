@@ -1,12 +1,10 @@
-"""The verdict in plain words: does it fit, how much smaller, faster, worse, and what is unknown.
-
-A difference is called significant where the paired 95% interval of it leaves out zero.
-"""
+"""The verdict in plain words: does it fit, how much smaller, faster, worse, and what is unknown."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from compress.report import tasks
 from compress.report.words import (
     comparison,
     count,
@@ -23,6 +21,8 @@ from compress.report.words import (
 Figures = Mapping[str, Any]
 Tone = Literal["good", "plain", "bad"]
 
+CANNOT_SHOW = "What this cannot show"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -37,28 +37,10 @@ def verdict(figures: Figures) -> dict[str, Any]:
     """`headline` and `findings`, from the figures of report.json; no judgement beyond them."""
     findings = [
         finding
-        for part in (_broken, _fits, _smaller, _faster, _closeness, _tasks, _blind, _tuned)
-        for finding in part(figures)
+        for findings_of in (_broken, _fits, _smaller, _faster, _closeness, _tasks, _tuned)
+        for finding in findings_of(figures)
     ]
     return {"headline": _headline(figures), "findings": [asdict(f) for f in findings]}
-
-
-def change(task: Mapping[str, Any]) -> Literal["better", "worse", "unclear"]:
-    """What the paired interval of a task says of the difference."""
-    low, high = task["ci95"]
-    return "worse" if high < 0 else "better" if low > 0 else "unclear"
-
-
-def unseen_loss(task: Mapping[str, Any]) -> float:
-    """The largest loss, in points of 100, that the task's answers do not rule out at 95%.
-
-    The lower end of the interval; where no answer changed, the interval has no width, and the rule
-    of three bounds the share of items that could have changed: 3 / n (Hanley and Lippman-Hand,
-    1983).
-    """
-    if task["gained"] + task["lost"] == 0:
-        return min(100.0, 300.0 / task["n"])
-    return max(0.0, -task["ci95"][0])
 
 
 def _headline(figures: Figures) -> str:
@@ -72,7 +54,7 @@ def _headline(figures: Figures) -> str:
         before, after = (latency[when]["decode_tokens_per_s"] for when in ("before", "after"))
         facts.append(f"decode {comparison(before, after, 'faster', 'slower')}")
     if figures["tasks"]:
-        worse = len({t["name"] for t in figures["tasks"] if change(t) == "worse"})
+        worse = len({t["name"] for t in figures["tasks"] if tasks.change(t) == "worse"})
         every = len({t["name"] for t in figures["tasks"]})
         facts.append(f"{worse or 'none'} of {every} tasks measurably worse")
     elif figures["fidelity"]:
@@ -162,7 +144,7 @@ def _closeness(figures: Figures) -> Iterator[Finding]:
     text = f"KL to the original is {significant(close['kl'])} nats a token"
     if close.get("kl_ci95"):
         text += f" (95% interval {' to '.join(map(significant, close['kl_ci95']))})"
-    if close.get("kl_floor") is not None:
+    if close.get("kl_floor"):
         text += (
             f"; the original as served is {significant(close['kl_floor'])} from itself in float32"
         )
@@ -176,69 +158,34 @@ def _closeness(figures: Figures) -> Iterator[Finding]:
 
 
 def _tasks(figures: Figures) -> Iterator[Finding]:
-    tasks = figures["tasks"]
-    if not tasks:
-        return
-    for wanted, tone in (("worse", "bad"), ("better", "good")):
-        found = [t for t in tasks if change(t) == wanted]
-        if found:
-            text = "; ".join(_difference(t) for t in found)
-            yield Finding(f"Measurably {wanted}", f"{text}.", tone)  # type: ignore[arg-type]
-    clear = sum(change(t) != "unclear" for t in tasks)
-    if clear == 0:
-        text = f"None of {len(tasks)} scores differs by more than chance would explain."
-    else:
-        text = f"The other {len(tasks) - clear} of {len(tasks)} scores show no clear difference."
-    by_chance = 1 - 0.95 ** len(tasks)
-    text += (
-        f" With {len(tasks)} intervals at 95%, one or more leaves out zero by chance alone in up to"
-        f" {percent(by_chance, 0)} of runs."
+    scores = figures["tasks"]
+    kinds: tuple[tuple[tasks.Change, str, Tone], ...] = (
+        ("worse", "Measurably worse", "bad"),
+        ("perhaps worse", "Perhaps worse", "bad"),
+        ("better", "Measurably better", "good"),
+        ("perhaps better", "Perhaps better", "plain"),
     )
-    if clear < len(tasks):
-        yield Finding("Tasks", text)
-
-
-def _difference(task: Mapping[str, Any]) -> str:
-    low, high = task["ci95"]
-    return (
-        f"{label(task)} {significant(task['before'])} to {significant(task['after'])} "
-        f"({signed(task['after'] - task['before'])} points, 95% interval {signed(low)} to "
-        f"{signed(high)}, {count(task['n'])} items)"
-    )
-
-
-def label(task: Mapping[str, Any]) -> str:
-    """`short answers, exact match`."""
-    return f"{task['name']}, {task['metric']}".replace("_", " ")
-
-
-def _blind(figures: Figures) -> Iterator[Finding]:
-    """What this many items cannot show."""
-    unclear = [t for t in figures["tasks"] if change(t) == "unclear"]
-    if not unclear:
-        return
-    widest, narrowest = (f(unclear, key=unseen_loss) for f in (max, min))
-    text = (
-        f"No clear difference is not none. With this many items, a loss of up to "
-        f"{significant(unseen_loss(widest), 2)} points ({label(widest)}, {count(widest['n'])} "
-        f"items) would not stand out"
-    )
-    if narrowest is not widest:
-        text += f"; at best, {significant(unseen_loss(narrowest), 2)} points ({label(narrowest)})"
-    yield Finding("What this cannot show", f"{text}.")
+    for wanted, about, tone in kinds:
+        text = tasks.found(scores, wanted)
+        if text:
+            yield Finding(about, text, tone)
+    for about, text in (("Tasks", tasks.rest(scores)), (CANNOT_SHOW, tasks.blind(scores))):
+        if text:
+            yield Finding(about, text)
 
 
 def _tuned(figures: Figures) -> Iterator[Finding]:
-    """What distillation and the longer window brought, and what was thrown away."""
+    """What distillation and the longer window brought, or that they brought nothing."""
     distill, extend = figures["distill"], figures["extend"]
-    if distill:
-        kept = "Kept" if distill["kept"] else "Tried and not kept"
-        yield Finding("Distillation", f"{kept}: {_moved(distill)}.")
-    if extend and extend.get("kl"):
-        kept = "" if extend["kept"] else "Tried and not kept: "
-        window, found = extend["window"], extend.get("ppl_by_position")
-        text = f"{kept}{count(window['before'])} to {count(window['after'])} positions; "
-        if found and found["positions"]:
+    if distill and distill["kept"]:
+        yield Finding("Distillation", f"Kept: {_moved(distill)}.")
+    elif distill:
+        stays = significant(distill["kl"]["before"])
+        yield Finding("Distillation", f"Not kept: held-out KL stays at {stays}.")
+    if extend and extend["method"]:
+        window, found = extend["window"], extend["ppl_by_position"]
+        text = f"{count(window['before'])} to {count(window['after'])} positions; "
+        if found["positions"]:
             before, after = (significant(found[when][-1]) for when in ("before", "after"))
             last = count(found["positions"][-1])
             text += f"perplexity at position {last}: {before} before, {after} after; "

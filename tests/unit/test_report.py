@@ -12,7 +12,7 @@ import pytest
 
 from compress.report.figures import figures
 from compress.report.pages import page, short
-from compress.report.verdict import change, unseen_loss
+from compress.report.tasks import blind, change, unseen_loss
 from compress.stages.report import Report
 
 BLOCKS = 12
@@ -353,27 +353,52 @@ def test_verdict_says_it_in_words(run: SimpleNamespace) -> None:
     assert "knowledge, accuracy 62.5 to 52.5 (−10.0 points" in said["Measurably worse"]
     assert "translation, chrf" in said["Measurably better"]
     assert "3 of 5 scores show no clear difference" in said["Tasks"]
-    # 40 items of which none changed: 3 / 40 is 7.5 points.
-    assert "up to 7.5 points (short answers, contained, 40 items)" in said["What this cannot show"]
+    # 40 items of which none got worse: 1 - 0.05^(1/40) is 7.2 points.
+    assert (
+        "short answers, contained, with 40 items, a loss of up to 7.2 points"
+        in (said["What this cannot show"])
+    )
+
+
+TASK = {"name": "knowledge", "metric": "accuracy", "n": 30, "before": 50.0, "after": 50.0}
 
 
 @pytest.mark.parametrize(
-    ("interval", "gained", "lost", "n", "said", "unseen"),
+    ("row", "said", "unseen"),
     [
-        ([-5.0, -1.0], 1, 4, 30, "worse", 5.0),
-        ([1.0, 5.0], 4, 1, 30, "better", 0.0),
-        ([-2.0, 3.0], 2, 2, 30, "unclear", 2.0),
-        ([0.0, 0.0], 0, 0, 30, "unclear", 10.0),
-        ([0.0, 0.0], 0, 0, 2, "unclear", 100.0),
-        ([-5.0, 0.0], 0, 1, 30, "unclear", 5.0),
+        ({"ci95": [-5.0, -1.0], "gained": 1, "lost": 4}, "worse", 5.0),
+        ({"ci95": [-5.0, -1.0], "gained": 0, "lost": 4, "p": 0.125}, "perhaps worse", 5.0),
+        ({"ci95": [-9.0, -2.0], "gained": 0, "lost": 8, "p": 0.008}, "worse", 9.0),
+        ({"ci95": [1.0, 5.0], "gained": 4, "lost": 1, "p": 0.03}, "better", 0.0),
+        ({"ci95": [1.0, 5.0], "gained": 3, "lost": 1, "p": 0.6}, "perhaps better", 0.0),
+        ({"ci95": [-2.0, 3.0], "gained": 2, "lost": 2}, "unclear", 2.0),
+        ({"ci95": [-5.0, 0.0], "gained": 0, "lost": 1}, "unclear", 5.0),
+        ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0}, "unclear", 9.503),
+        ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0, "n": 1}, "unclear", 95.0),
+        ({"ci95": [0.0, 9.0], "gained": 1, "lost": 0, "metric": "rougeL"}, "unclear", None),
     ],
 )
-def test_what_an_interval_says(
-    interval: list[float], gained: int, lost: int, n: int, said: str, unseen: float
-) -> None:
-    task = {"ci95": interval, "gained": gained, "lost": lost, "n": n}
+def test_what_an_interval_says(row: dict[str, Any], said: str, unseen: float | None) -> None:
+    task = TASK | row
     assert change(task) == said
-    assert unseen_loss(task) == unseen
+    assert unseen_loss(task) == (None if unseen is None else pytest.approx(unseen, abs=1e-3))
+
+
+def test_a_task_that_the_original_cannot_do_shows_no_loss() -> None:
+    row = TASK | {"ci95": [0.0, 0.0], "gained": 0, "lost": 0, "before": 0.0, "after": 0.0}
+    assert blind([row]) == (
+        "The original scores nothing in knowledge, accuracy, so no loss could show there."
+    )
+    assert blind([]) is None
+
+
+def test_few_answers_are_called_perhaps(run: SimpleNamespace) -> None:
+    run.manifests["score"]["metrics"]["tasks"][0]["p"] = 0.125
+    found = figures(run)
+    said = {f["about"]: f["text"] for f in found["verdict"]["findings"]}
+    assert "none of 5 tasks measurably worse" in found["verdict"]["headline"]
+    assert "p 0.12" in said["Perhaps worse"]
+    assert "perhaps worse" in page(found)
 
 
 class Tags(HTMLParser):
@@ -484,7 +509,7 @@ def test_stages_that_changed_nothing(run: SimpleNamespace) -> None:
     assert "It did not help, and was not kept." in text
     said = {f["about"]: f["text"] for f in found["verdict"]["findings"]}
     assert said["Memory"].endswith("No limit was given to compare it with.")
-    assert said["Distillation"].startswith("Tried and not kept:")
+    assert said["Distillation"] == "Not kept: held-out KL stays at 0.0131."
 
 
 def test_markdown_holds_verdict_and_tables(run: SimpleNamespace) -> None:

@@ -10,6 +10,7 @@ METRICS = {
     "plan": {
         "scheme": "W8A8",
         "quantized": QUANTIZED,
+        "kept": {"model.layers.0.self_attn.q_proj": "16 bit", "lm_head": "16 bit"},
         "bytes": {"before": {"total": 269_000_000}, "after": {"total": 180_000_000}},
         "bits_per_weight": {"before": 16.0, "after": 10.7},
     },
@@ -42,6 +43,7 @@ def test_card_says_what_was_done() -> None:
     }
     text = card.replace("\u00a0", " ")
     assert "4 linear layers are stored as W8A8" in text
+    assert "Embeddings, norms, q_proj and lm_head stay in 16 bit." in text
     assert "269 MB before, 180 MB after; 10.7 bits a weight" in text
     assert "24,576 tokens of 48 samples" in text
     assert "| rounding to nearest alone, for comparison | 0.0186 |" in text

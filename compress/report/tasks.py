@@ -1,0 +1,114 @@
+"""What task scores show, and what this many items cannot show."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from compress.report.words import count, listed, percent, signed, significant
+
+Task = Mapping[str, Any]
+Change = Literal["better", "perhaps better", "unclear", "perhaps worse", "worse"]
+
+RIGHT_OR_WRONG = ("accuracy", "exact_match", "contained")
+"""Metrics by which an item is either right or wrong; the others grade it."""
+
+
+def change(task: Task) -> Change:
+    """What a task says of the difference between the two models.
+
+    Better or worse: the paired 95% interval leaves out zero. Perhaps: it does, but the exact test
+    on the answers that changed (McNemar, `p`) does not reach 5%: with few answers the interval,
+    made by the bootstrap, is too narrow.
+    """
+    low, high = task["ci95"]
+    if low <= 0 <= high:
+        return "unclear"
+    sure = task.get("p", 0.0) <= 0.05
+    if high < 0:
+        return "worse" if sure else "perhaps worse"
+    return "better" if sure else "perhaps better"
+
+
+def unseen_loss(task: Task) -> float | None:
+    """The largest loss, in points of 100, that the answers do not rule out at 95%.
+
+    The lower end of the interval. Where no answer got worse the interval cannot know of losses; the
+    share of items that could still be lost is then bounded by the binomial, 1 - 0.05^(1/n) (about
+    3 / n), and None where items are graded and a share of them says nothing of points.
+    """
+    if task["lost"]:
+        return max(0.0, -task["ci95"][0])
+    if task["metric"] not in RIGHT_OR_WRONG:
+        return None
+    return 100 * (1 - 0.05 ** (1 / task["n"]))
+
+
+def label(task: Task) -> str:
+    """`short answers, exact match`."""
+    return f"{task['name']}, {task['metric']}".replace("_", " ")
+
+
+def difference(task: Task) -> str:
+    """Both scores, and the difference with its interval."""
+    low, high = task["ci95"]
+    exact = f", p {significant(task['p'], 2)}" if "p" in task else ""
+    return (
+        f"{label(task)} {significant(task['before'])} to {significant(task['after'])} "
+        f"({signed(task['after'] - task['before'])} points, 95% interval {signed(low)} to "
+        f"{signed(high)}{exact}, {count(task['n'])} items)"
+    )
+
+
+def found(tasks: Sequence[Task], wanted: Change) -> str | None:
+    """The tasks that changed so, in one sentence, or None."""
+    chosen = [difference(task) for task in tasks if change(task) == wanted]
+    if not chosen:
+        return None
+    few = (
+        " The interval leaves out zero, but so few answers changed that the exact test does not "
+        "call it more than chance."
+        if wanted.startswith("perhaps")
+        else ""
+    )
+    return f"{'; '.join(chosen)}.{few}"
+
+
+def rest(tasks: Sequence[Task]) -> str | None:
+    """How many scores show no clear difference, and what chance alone does to so many."""
+    unclear = sum(change(task) == "unclear" for task in tasks)
+    if not unclear:
+        return None
+    if unclear == len(tasks):
+        text = f"None of {len(tasks)} scores differs by more than chance would explain."
+    else:
+        text = f"The other {unclear} of {len(tasks)} scores show no clear difference."
+    by_chance = percent(1 - 0.95 ** len(tasks), 0)
+    return (
+        f"{text} With {len(tasks)} intervals at 95%, one or more leaves out zero by chance alone "
+        f"in up to {by_chance} of runs."
+    )
+
+
+def blind(tasks: Sequence[Task]) -> str | None:
+    """What the tasks cannot show: losses too small for the items, and tasks nobody can do."""
+    sentences = []
+    losses = [(loss, t) for t in tasks if (loss := _hidden(t)) is not None]
+    if losses:
+        largest, task = max(losses, key=lambda pair: pair[0])
+        sentences.append(
+            f"No clear difference is not none: in {label(task)}, with {count(task['n'])} items, a "
+            f"loss of up to {significant(largest, 2)} points would not stand out."
+        )
+    hopeless = list(_names(t for t in tasks if t["before"] == 0))
+    if hopeless:
+        sentences.append(
+            f"The original scores nothing in {listed(hopeless)}, so no loss could show there."
+        )
+    return " ".join(sentences) or None
+
+
+def _hidden(task: Task) -> float | None:
+    return unseen_loss(task) if change(task) == "unclear" and task["before"] else None
+
+
+def _names(tasks: Iterable[Task]) -> Iterable[str]:
+    return (label(task) for task in tasks)
