@@ -4,12 +4,13 @@ The original's log-probabilities are computed once, in float32, when its blocks 
 calibration; every stage that changes weights is measured against them.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,11 +31,11 @@ class Distance:
 
 
 def save(folder: Path, ids: Tensor, logprobs: Tensor) -> None:
-    """Keep token ids [n, T] and the original's log-probabilities [n, T, V] for later stages.
+    """Keep token ids [n, T] and the original's log-probabilities [n, T, V], in float16.
 
-    float16 is enough: at a log-probability of -8 its step is 0.008, and the steps average out.
+    That is enough: at a log-probability of -8 its step is 0.008, and the steps average out.
     """
-    save_file({"ids": ids, "logprobs": logprobs.half()}, folder / FILE)
+    save_file({"ids": ids, "logprobs": logprobs}, folder / FILE)
 
 
 def ids(folder: Path) -> Tensor:
@@ -43,12 +44,19 @@ def ids(folder: Path) -> Tensor:
         return file.get_tensor("ids")
 
 
+def _windows(folder: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    """Token ids [T] and log-probabilities [T, V] of one window after the other."""
+    with safe_open(folder / FILE, framework="pt") as file:
+        logprobs = file.get_slice("logprobs")
+        for index, row in enumerate(file.get_tensor("ids")):
+            yield row, logprobs[index]
+
+
 @torch.no_grad()
 def distance(model: PreTrainedModel, folder: Path) -> Distance:
     """The distance of `model` to the original, whose log-probabilities are in `folder`."""
-    saved = load_file(folder / FILE)
     kl, same, loss, tokens, predicted = 0.0, 0, 0.0, 0, 0
-    for row, reference in zip(saved["ids"], saved["logprobs"], strict=True):
+    for row, reference in _windows(folder):
         logits = model(row.unsqueeze(0).to(model.device), use_cache=False).logits[0]
         found, wanted = logits.float().log_softmax(-1).cpu(), reference.float().log_softmax(-1)
         kl += float((wanted.exp() * (wanted - found)).sum())

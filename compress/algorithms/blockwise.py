@@ -46,10 +46,11 @@ def smooth_block(
         targets = [name for name in feed.targets if name in quantized]
         if not targets:
             continue
+        weights = [block.get_submodule(name).weight for name in targets]
         scales, strength = search_strength(
-            statistics[f"{targets[0]}.rows"],
+            even_rows(statistics[f"{targets[0]}.rows"], weights),
             statistics[f"{targets[0]}.{size}"],
-            [block.get_submodule(name).weight for name in targets],
+            weights,
             spec,
             dtype,
             tie=(feed.repeat, feed.head),
@@ -91,7 +92,9 @@ def quantize_linear(
     inputs = rows.float() if divided is None else rows.float() / divided
     served = fake_quantize(inputs, spec)
     # The clip is judged on inputs as they will be served, so that it need not fit what is lost.
-    clips: Tensor | float = search_clip(weight, served, spec, dtype) if clip else 1.0
+    clips: Tensor | float = 1.0
+    if clip:
+        clips = search_clip(weight, even_rows(served, [weight]), spec, dtype)
     quantized = rtn(weight, spec, dtype, clips)
     plain = fake_quantize(rows, spec) @ rtn(original, spec, dtype).dequantize().T
     kept = served @ quantized.dequantize().T
@@ -104,6 +107,16 @@ def quantize_linear(
         clip=float(clips.mean()) if isinstance(clips, Tensor) else clips,
     )
     return quantized, report
+
+
+def even_rows(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Inputs [R, K], each divided by the size of its outputs, so that every token counts alike.
+
+    A few tokens (the first of a text above all) carry activations hundreds of times larger than
+    the rest, and would decide every search alone, though the next norm divides them out again.
+    """
+    outputs = torch.stack([(rows.float() @ w.float().T).square().sum(-1) for w in weights]).sum(0)
+    return rows.float() / outputs.sqrt().clamp_min(1e-6).unsqueeze(-1)
 
 
 def _relative(wanted: Tensor, found: Tensor) -> float:

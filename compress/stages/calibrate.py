@@ -83,19 +83,7 @@ class Calibrate:
             save_file(collector.tensors(), out / f"block_{index:03d}.safetensors")
             _keep(run.work, index + 1, hidden, held_hidden)
 
-        logprobs = [
-            model.logits(h.unsqueeze(0).to(model.device), ids.unsqueeze(0).to(model.device))[0]
-            .log_softmax(-1)
-            .cpu()
-            for h, ids in zip(held_hidden, held.ids, strict=True)
-        ]
-        heldout.save(out, held.ids, torch.stack(logprobs))
-        loss = torch.stack(
-            [
-                nn.functional.nll_loss(lp[:-1], ids[1:])
-                for lp, ids in zip(logprobs, held.ids, strict=True)
-            ]
-        )
+        perplexity = _keep_heldout(model, held_hidden, held.ids, out)
         return {
             "samples": len(windows.ids),
             "length": windows.ids.shape[1],
@@ -108,7 +96,7 @@ class Calibrate:
                 "windows": len(held.ids),
                 "tokens": held.tokens,
                 "description": held.description,
-                "ppl": float(loss.mean().exp()),
+                "ppl": perplexity,
             },
             "notes": notes,
         }
@@ -244,13 +232,18 @@ def load_block_statistics(folder: Path, index: int) -> dict[str, Tensor]:
 
 
 def _picked_rows(mask: Tensor, rows: int) -> Tensor:
-    """For each window the positions [n, r] of real tokens whose inputs are kept as they are."""
+    """For each window the positions [n, r] of real tokens whose inputs are kept as they are.
+
+    The first is always one: models park attention there, with activations a thousand times those
+    of other tokens (Sun et al. 2024, arXiv:2402.17762), which no random pick would meet.
+    """
     generator = torch.Generator().manual_seed(0)
-    each = max(1, -(-rows // len(mask)))
+    each = max(2, -(-rows // len(mask)))
     picked = []
     for row in mask:
-        real = int(row.sum())
-        picked.append(torch.randint(0, max(1, real), (each,), generator=generator))
+        real = max(2, int(row.sum()))
+        others = torch.randint(1, real, (each - 1,), generator=generator)
+        picked.append(torch.cat([torch.zeros(1, dtype=torch.int64), others]))
     return torch.stack(picked)
 
 
@@ -277,6 +270,19 @@ def _embed(model: BlockModel, ids: Tensor, mask: Tensor, batch: int) -> Tensor:
         for i, m in zip(ids.split(batch), mask.split(batch), strict=True)
     ]
     return torch.cat(parts)
+
+
+def _keep_heldout(model: BlockModel, hidden: Tensor, ids: Tensor, out: Path) -> float:
+    """Write the original's log-probabilities of the held-out windows; returns its perplexity."""
+    kept, losses = [], []
+    for states, row in zip(hidden, ids, strict=True):
+        tokens = row.unsqueeze(0).to(model.device)
+        logits = model.logits(states.unsqueeze(0).to(model.device), tokens)[0]
+        logprobs = logits.log_softmax(-1).cpu()
+        losses.append(nn.functional.nll_loss(logprobs[:-1], row[1:]))
+        kept.append(logprobs.half())
+    heldout.save(out, ids, torch.stack(kept))
+    return float(torch.stack(losses).mean().exp())
 
 
 def _keep(work: Path, done: int, hidden: Tensor, held: Tensor) -> None:
