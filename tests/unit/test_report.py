@@ -181,7 +181,11 @@ def _latency(ttft: float, tpot: float, rss: int) -> dict[str, Any]:
 def serve() -> dict[str, Any]:
     return {
         "backend": "aten",
-        "kernel_check": {"max_relative_error": 0.00031},
+        "threads": 2,
+        "by_turns": True,
+        "kernel_check": {"max_relative_error": 0.00031, "layers": 6, "of": 48},
+        "question": "What is the capital of France?",
+        "answers": {"before": "Paris <i>of course</i>", "after": "Paris."},
         "before": _latency(92.0, 20.1, 910_000_000),
         "after": _latency(71.0, 12.3, 742_000_000),
     }
@@ -471,6 +475,9 @@ def test_page_shows_the_figures(run: SimpleNamespace) -> None:
         "from an earlier run",
         "24,576 tokens",
         "yarn",
+        "2 threads, one request at a time, the two models by turns",
+        "0.000310, over 6 layers that stand for all 48",
+        "Paris &lt;i&gt;of course&lt;/i&gt;",
     ):
         assert wanted in text, wanted
 
