@@ -33,13 +33,14 @@ def unseen_loss(task: Task) -> float | None:
 
     The lower end of the interval. Where no answer got worse the interval cannot know of losses; the
     share of items that could still be lost is then bounded by the binomial, 1 - 0.05^(1/n) (about
-    3 / n), and None where items are graded and a share of them says nothing of points.
+    3 / n), and None where items are graded and a share of them says nothing of points. No score can
+    lose more than it has.
     """
     if task["lost"]:
         return max(0.0, -task["ci95"][0])
     if task["metric"] not in RIGHT_OR_WRONG:
         return None
-    return 100 * (1 - 0.05 ** (1 / task["n"]))
+    return min(task["before"], 100 * (1 - 0.05 ** (1 / task["n"])))
 
 
 def label(task: Task) -> str:

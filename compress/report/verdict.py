@@ -53,12 +53,12 @@ def _headline(figures: Figures) -> str:
     if latency:
         before, after = (latency[when]["decode_tokens_per_s"] for when in ("before", "after"))
         facts.append(f"decode {comparison(before, after, 'faster', 'slower')}")
+    if figures["fidelity"]:
+        facts.append(f"KL {significant(figures['fidelity']['kl'], 2)}")
     if figures["tasks"]:
         worse = len({t["name"] for t in figures["tasks"] if tasks.change(t) == "worse"})
         every = len({t["name"] for t in figures["tasks"]})
         facts.append(f"{worse or 'none'} of {every} tasks measurably worse")
-    elif figures["fidelity"]:
-        facts.append(f"KL {significant(figures['fidelity']['kl'])} to the original")
     return f"{title}: {', '.join(facts)}." if facts else f"{title}: nothing was measured."
 
 
@@ -178,7 +178,7 @@ def _tuned(figures: Figures) -> Iterator[Finding]:
     """What distillation and the longer window brought, or that they brought nothing."""
     distill, extend = figures["distill"], figures["extend"]
     if distill and distill["kept"]:
-        yield Finding("Distillation", f"Kept: {_moved(distill)}.")
+        yield Finding("Distillation", f"Kept: {_moved(distill)}.", "good")
     elif distill:
         stays = significant(distill["kl"]["before"])
         yield Finding("Distillation", f"Not kept: held-out KL stays at {stays}.")
@@ -189,7 +189,8 @@ def _tuned(figures: Figures) -> Iterator[Finding]:
             before, after = (significant(found[when][-1]) for when in ("before", "after"))
             last = count(found["positions"][-1])
             text += f"perplexity at position {last}: {before} before, {after} after; "
-        yield Finding("Context window", f"{text}{_moved(extend)}.")
+        further = extend["kl"]["after"] > extend["kl"]["before"]
+        yield Finding("Context window", f"{text}{_moved(extend)}.", "bad" if further else "plain")
 
 
 def _moved(found: Mapping[str, Any]) -> str:

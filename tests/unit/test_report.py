@@ -347,7 +347,7 @@ def test_verdict_says_it_in_words(run: SimpleNamespace) -> None:
     said = {f["about"]: f["text"] for f in verdict["findings"]}
     assert verdict["headline"] == (
         "Fixture-135M in W8A8: 33% smaller, decode 1.63×\u00a0faster, "
-        "1 of 5 tasks measurably worse."
+        "KL 0.012, 1 of 5 tasks measurably worse."
     )
     assert "1.66\u00a0GB of the given 2.00\u00a0GB stay free" in said["It fits"]
     assert "269\u00a0MB to 180\u00a0MB on disk, 33% smaller" in said["Size"]
@@ -378,7 +378,7 @@ TASK = {"name": "knowledge", "metric": "accuracy", "n": 30, "before": 50.0, "aft
         ({"ci95": [-2.0, 3.0], "gained": 2, "lost": 2}, "unclear", 2.0),
         ({"ci95": [-5.0, 0.0], "gained": 0, "lost": 1}, "unclear", 5.0),
         ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0}, "unclear", 9.503),
-        ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0, "n": 1}, "unclear", 95.0),
+        ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0, "n": 1}, "unclear", 50.0),
         ({"ci95": [0.0, 9.0], "gained": 1, "lost": 0, "metric": "rougeL"}, "unclear", None),
     ],
 )
