@@ -105,7 +105,7 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             with safe_open(path, framework="pt") as file:
                 names = list(file.keys())
             for name in names:
-                # Opened for each, since what is read of a mapped file stays resident till it closes.
+                # Opened for each: what is read of a mapped file stays resident until it closes.
                 with safe_open(path, framework="pt") as file:
                     yield name, file.get_tensor(name)
         except SafetensorError as error:

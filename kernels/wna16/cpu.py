@@ -82,9 +82,11 @@ def _prepare_int8(
 def _prepare_int4(
     packed: Tensor, weight_scale: Tensor, bias: Tensor | None, in_features: int, group_size: int
 ) -> Callable[[Tensor], Tensor]:
-    # The op's integers are 0 to 15 around a zero point of 8; its pairs are (scale, zero), zero
-    # being what is added after scaling: none, as the grid is symmetric. [K / group, N, 2].
-    unsigned = unpack_int32(packed, 4, in_features).to(torch.int32) + 8
+    # The op's integers are 0 to 15 around a zero point of 8, as the words hold them; its pairs are
+    # (scale, zero), zero being what is added after scaling: none, as the grid is symmetric. In
+    # place, because temporaries of 4 bytes a weight would leave the heap in pieces.
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    unsigned = (packed.unsqueeze(-1) >> shifts).bitwise_and_(15).view(len(packed), in_features)
     op_weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 1)
     repeat = in_features // group_size // weight_scale.shape[1]
     scale_GN = weight_scale.repeat_interleave(repeat, dim=1).t().to(torch.bfloat16)
