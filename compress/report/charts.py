@@ -35,6 +35,11 @@ def sizes(by_part: Mapping[str, Mapping[str, float]]) -> Markup:
     return plots.legend(present) + plots.stacked(rows, longest)
 
 
+def worst_first(layers: Sequence[Layer]) -> list[Layer]:
+    """Layers by their error, largest first, those whose error is not finite before all."""
+    return sorted(layers, key=lambda row: (row["error"] is not None, -(row["error"] or 0)))
+
+
 def layer_errors(layers: Sequence[Layer]) -> Markup:
     """Relative output error of each linear, by rounding alone and as shipped; a plot a kind."""
     scale = axis([x for row in layers for x in (row["error"], row["error_rtn"])])

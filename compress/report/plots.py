@@ -35,9 +35,9 @@ class Axis:
         return _log_ticks(self, most) if self.log else _ticks(self, most)
 
 
-def axis(values: Iterable[float], *, log: bool = False, zero: bool = True) -> Axis:
+def axis(values: Iterable[float | None], *, log: bool = False, zero: bool = True) -> Axis:
     """An axis around `values`: from zero unless told otherwise; by logarithm, with whole steps."""
-    found = [v for v in values if not log or v > 0]
+    found = [v for v in values if v is not None and (not log or v > 0)]
     low, high = min(found, default=0.0), max(found, default=1.0)
     if log:
         low, high = (low, high) if found else (1.0, 10.0)

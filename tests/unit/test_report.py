@@ -333,9 +333,12 @@ def test_command_repeats_the_run(run: SimpleNamespace) -> None:
 
 def test_figures_that_are_not_finite_are_told(run: SimpleNamespace) -> None:
     run.manifests["score"]["metrics"]["fidelity"]["ppl"]["after"] = float("inf")
+    run.manifests["quantize"]["metrics"]["layers"][3]["error"] = float("nan")
+    run.manifests["distill"]["metrics"]["curve"][1]["kl"] = float("inf")
     found = figures(run)
     assert found["fidelity"]["ppl"]["after"] is None
-    assert found["not_finite"] == ["fidelity.ppl.after"]
+    broken = ["fidelity.ppl.after", "quantize.layers[3].error", "distill.curve[1].kl"]
+    assert found["not_finite"] == broken
     json.loads(json.dumps(found, allow_nan=False))
     assert found["verdict"]["findings"][0]["tone"] == "bad"
     assert "fidelity.ppl.after" in page(found)
