@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,22 +63,25 @@ def cases() -> Iterator[Case]:
     types = {"x_ptr": "*bf16", "q_ptr": "*i8", "scale_ptr": "*fp32"}
     yield Case("quantize", w8a8.quantize_kernel, types, {"BLOCK": 4096}, 8, 3)
     for tile in (w8a8.DECODE, w8a8.SHORT, w8a8.PREFILL):
-        constants = {"HAS_BIAS": True, "EVEN_K": True}
         name = f"w8a8 {tile.BLOCK_M}x{tile.BLOCK_N}"
+        constants = {"HAS_BIAS": True, "EVEN_K": True}
         yield _case(name, w8a8.gemm_kernel, W8A8_TYPES | ENDS, constants, asdict(tile))
     for bits, group in ((4, 32), (4, 64), (4, 128), (4, 0), (8, 0)):
-        for tile in (wna16.DECODE, wna16.PREFILL):
-            constants = {"BITS": bits, "GROUP": group, "HAS_BIAS": True}
-            constants["PLANAR_X"] = tile is wna16.PREFILL
-            name = f"w{bits}a16 g{group} {tile.BLOCK_M}x{tile.BLOCK_N}"
-            yield _case(name, wna16.gemm_kernel, WNA16_TYPES | ENDS, constants, asdict(tile))
+        for planar, wide in ((False, wna16.DECODE), (True, wna16.PREFILL)):
+            name = f"w{bits}a16 g{group} {wide.BLOCK_M}x{wide.BLOCK_N}"
+            format_ = {"BITS": bits, "GROUP": group, "PLANAR_X": planar, "HAS_BIAS": True}
+            yield _case(name, wna16.gemm_kernel, WNA16_TYPES | ENDS, format_, asdict(wide))
 
 
 def _case(
-    name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], tile: dict[str, int]
+    name: str,
+    kernel: Any,
+    types: dict[str, str],
+    constants: Mapping[str, int],
+    tile: dict[str, int],
 ) -> Case:
     warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
-    return Case(name, kernel, types, constants | tile, warps, stages)
+    return Case(name, kernel, types, {**constants, **tile}, warps, stages)
 
 
 def resources(case: Case, capability: int) -> Resources:

@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.kernels.w8a8 import reference
+
 # One dimension, so that bf16 divided by it promotes to float32, which a Python number would not.
 _STEPS = torch.tensor([127.0])
 
@@ -20,6 +22,9 @@ def prepare(
     weight: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
     """Bind the weight, as a view: `_int_mm` is fastest at small M on the transposed [N, K]."""
+    if weight.shape[1] == 1:
+        # `_int_mm` of torch 2.13 takes one input channel and gives garbage.
+        return lambda x: reference.linear(x, weight, weight_scale, bias, x.dtype)
     return partial(
         linear,
         weight_KN=weight.t(),

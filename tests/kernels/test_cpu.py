@@ -1,0 +1,121 @@
+"""The CPU kernels against the reference: fresh random inputs, odd shapes, every format."""
+
+import pytest
+import torch
+
+from compress.kernels import w8a8
+from compress.kernels.bench import bind, random_weight
+from compress.kernels.check import check_linear, relative_error
+from compress.kernels.w8a8 import cpu as w8a8_cpu
+from compress.kernels.wna16 import cpu as wna16_cpu
+from compress.qtensor import QuantSpec, pack_int32
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+TOKENS = (1, 3, 17, 100, 130)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("k", [1, 63, 100, 576])
+@pytest.mark.parametrize("n", [1, 17, 64])
+def test_w8a8(n: int, k: int, dtype: torch.dtype) -> None:
+    weight = random_weight(n, k, QuantSpec(8, activation_bits=8), "cpu", dtype)
+    bias = torch.randn(n, dtype=dtype)
+    for tokens in TOKENS:
+        x = torch.randn(tokens, k, dtype=dtype)
+        for b in (bias, None):
+            linear = w8a8.prepare(weight.ints, weight.scales, b, "cpu")
+            assert check_linear(linear, x, weight, b) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 2, 1), (3, 63, 100), (17, 576, 63), (100, 1536, 3)])
+def test_the_int32_product_is_exact(m: int, k: int, n: int) -> None:
+    a = torch.randint(-128, 128, (m, k), dtype=torch.int8)
+    b = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    assert torch.equal(torch._int_mm(a, b.t()), w8a8.reference.matmul_int32(a, b))
+
+
+def test_activations_are_quantized_as_in_the_reference() -> None:
+    x = torch.randn(64, 576, dtype=torch.bfloat16) * torch.logspace(-6, 4, 64)[:, None]
+    q, scale = w8a8_cpu.quantize_per_token(x.bfloat16())
+    wanted_q, wanted_scale = w8a8.reference.quantize_per_token(x.bfloat16())
+    assert torch.equal(q, wanted_q)
+    assert torch.equal(scale, wanted_scale)
+
+
+def test_a_row_of_zeros_gives_the_bias_and_nan_stays_in_its_row() -> None:
+    weight = random_weight(16, 32, QuantSpec(8, activation_bits=8), "cpu", torch.bfloat16)
+    bias = torch.randn(16, dtype=torch.bfloat16)
+    linear = w8a8.prepare(weight.ints, weight.scales, bias, "cpu")
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    x[0], x[1, 5] = 0, float("nan")
+    y = linear(x)
+    assert torch.equal(y[0], bias)
+    assert y[1].isnan().all()
+    assert y[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("spec", "n", "k"),
+    [
+        (QuantSpec(4, 32), 48, 96),
+        (QuantSpec(4, 64), 64, 576),
+        (QuantSpec(4, 128), 16, 256),
+        (QuantSpec(4, 512), 32, 1024),
+        (QuantSpec(4), 64, 576),
+        (QuantSpec(4), 17, 63),
+        (QuantSpec(4, 4), 100, 172),
+        (QuantSpec(8), 100, 576),
+        (QuantSpec(8), 17, 63),
+        (QuantSpec(8), 3, 100),
+        (QuantSpec(8, 64), 63, 576),
+    ],
+    ids=str,
+)
+def test_wna16(spec: QuantSpec, n: int, k: int, dtype: torch.dtype) -> None:
+    weight = random_weight(n, k, spec, "cpu", dtype)
+    linear = bind(weight, "cpu", dtype)
+    for tokens in TOKENS:
+        x = torch.randn(2, tokens, k, dtype=dtype)
+        y = linear(x)
+        assert y.shape == (2, tokens, n)
+        assert y.dtype == dtype
+        assert check_linear(linear, x, weight) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "spec", "group"),
+    [
+        (64, 576, QuantSpec(4, 64), 64),
+        (64, 1536, QuantSpec(4), 256),
+        (64, 576, QuantSpec(4), 64),
+        (172, 64, QuantSpec(4, 64), None),
+        (64, 172, QuantSpec(4), None),
+        (64, 576, QuantSpec(8), None),
+    ],
+)
+def test_which_shapes_the_int4_op_takes(n: int, k: int, spec: QuantSpec, group: int | None) -> None:
+    assert wna16_cpu.int4_op_group(n, k, spec) == group
+
+
+def test_the_planar_dequantization_equals_the_plain_one() -> None:
+    weight = random_weight(32, 256, QuantSpec(4, 64), "cpu", torch.bfloat16)
+    x = torch.randn(5, 256, dtype=torch.bfloat16)
+    order = wna16_cpu.planar(torch.arange(256.0)[None])[0].long()
+    planar = wna16_cpu.dequantize_planar(pack_int32(weight.ints, 4), weight.scales)
+    assert torch.equal(planar, weight.dequantize(torch.bfloat16)[:, order])
+    assert torch.equal(wna16_cpu.planar(x), x[:, order])
+
+
+def test_no_tokens_give_no_rows() -> None:
+    for spec in (QuantSpec(8, activation_bits=8), QuantSpec(8), QuantSpec(4, 64)):
+        weight = random_weight(32, 64, spec, "cpu", torch.bfloat16)
+        y = bind(weight, "cpu", torch.bfloat16)(torch.empty(0, 64, dtype=torch.bfloat16))
+        assert y.shape == (0, 32)
+
+
+def test_relative_error_is_infinite_for_what_is_not_finite() -> None:
+    y = torch.ones(2, 2)
+    assert relative_error(y, y) == 0
+    assert relative_error(y * float("nan"), y) == float("inf")
+    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == 0.75
