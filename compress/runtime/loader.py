@@ -119,7 +119,7 @@ def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
     """Put the stored tensors into the model; returns the names found."""
     found: set[str] = set()
     wanted = model.state_dict()
-    tied = set(model.all_tied_weights_keys)
+    tied = model.all_tied_weights_keys
     for name, tensor in stored_tensors(folder):
         if name in found:
             raise UserError(f"{folder}: {name} is stored twice; every tensor must be there once")
@@ -132,7 +132,7 @@ def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
                 "ignore in quantization_config must list full names"
             )
         if name in tied:
-            # A second copy of what tie_weights puts there.
+            _check_tied(model.all_tied_weights_keys[name], name, tensor, folder)
             continue
         target = wanted[name]
         if tensor.shape != target.shape:
@@ -147,6 +147,19 @@ def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
     return found
 
 
+def _check_tied(source: str, name: str, tensor: Tensor, folder: Path) -> None:
+    """A tied tensor that is stored beside its source must be the same; the source is loaded."""
+    try:
+        same = torch.equal(TensorFiles(folder)[source], tensor)
+    except KeyError:
+        return
+    if not same:
+        raise UserError(
+            f"{folder}: {name} differs from {source}, but config.json ties them; set "
+            "tie_word_embeddings to false there, or leave one out"
+        )
+
+
 def _assign(model: PreTrainedModel, name: str, tensor: Tensor) -> None:
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
@@ -157,11 +170,11 @@ def _assign(model: PreTrainedModel, name: str, tensor: Tensor) -> None:
 
 
 def _check_complete(model: PreTrainedModel, found: set[str], folder: Path) -> None:
-    tied = set(model.all_tied_weights_keys)
+    tied = model.all_tied_weights_keys
     missing = [name for name in model.state_dict() if name not in found and name not in tied]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        more = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise UserError(
-            f"{folder}: {missing[0]}{more} missing from its safetensors files; wanted every tensor "
-            "of config.json's model once"
+            f"{folder}: {missing[0]} is missing from the safetensors files{more}; wanted every "
+            "tensor of the model in config.json once"
         )

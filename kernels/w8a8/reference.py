@@ -32,10 +32,12 @@ def linear(
 ) -> Tensor:
     """`x` [..., K] to [..., N]; weight int8 [N, K], weight_scale [N, 1], bias [N] or None.
 
-    The scales multiply in float32 and the result is rounded once, to `out_dtype`.
+    The weight's scale, then the token's, multiply in float32; the result is rounded once, to
+    `out_dtype`. The order is part of the truth: another one differs in the last bit, which the
+    rounding of the next layer's activations can turn into a whole step.
     """
     q_MK, scale_M1 = quantize_per_token(x.reshape(-1, x.shape[-1]))
-    y_MN = matmul_int32(q_MK, weight).float() * scale_M1 * weight_scale.float().reshape(1, -1)
+    y_MN = matmul_int32(q_MK, weight).float() * weight_scale.float().reshape(1, -1) * scale_M1
     if bias is not None:
         y_MN += bias.float()
     return y_MN.to(out_dtype).reshape(*x.shape[:-1], len(weight))

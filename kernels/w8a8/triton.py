@@ -94,7 +94,7 @@ def gemm_kernel(  # type: ignore[no-untyped-def]
         acc = tl.dot(q, w, acc, out_dtype=tl.int32)
     q_scale = tl.load(q_scale_ptr + m, mask=m < M, other=0.0)
     w_scale = tl.load(w_scale_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    y = acc.to(tl.float32) * q_scale[:, None] * w_scale[None, :]
+    y = acc.to(tl.float32) * w_scale[None, :] * q_scale[:, None]
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     y_ptrs = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]

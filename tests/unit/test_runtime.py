@@ -1,0 +1,251 @@
+"""Our runtime on quantized folders: the right numbers, every tensor once, ties kept."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from compress import checkpoint
+from compress.errors import UserError
+from compress.qtensor import QTensor, QuantSpec, quantize
+from compress.runtime.linear import QuantLinear
+from compress.runtime.loader import load
+
+SPECS = [QuantSpec(8), QuantSpec(4), QuantSpec(4, 4), QuantSpec(8, activation_bits=8)]
+KEPT = ("q_proj", "k_proj", "v_proj")
+WEIGHTS = "model.safetensors"
+
+
+def quantized(source: Path, folder: Path, spec: QuantSpec) -> dict[str, Tensor]:
+    """Write `source` quantized by `spec`; returns the dequantized weights in float32 by name."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    ignore, stored, plain = ["lm_head"], {}, {}
+    for name, tensor in load_file(source / WEIGHTS).items():
+        module = name.removesuffix(".weight")
+        is_linear = "_proj" in module and tensor.ndim == 2
+        if is_linear and not module.endswith(KEPT):
+            peaks = tensor.float().reshape(len(tensor), spec.groups(tensor.shape[1]), -1)
+            scales = (peaks.abs().amax(-1) / spec.qmax).to(tensor.dtype)
+            weight = QTensor(quantize(tensor, scales, spec), scales, spec)
+            stored |= checkpoint.pack(module, weight)
+            plain[name] = weight.dequantize()
+        else:
+            ignore += [module] if is_linear else []
+            stored[name] = tensor
+            plain[name] = tensor.float()
+    save_file(stored, folder / WEIGHTS, {"format": "pt"})
+    change_config(folder, quantization_config=checkpoint.quantization_config(spec, ignore))
+    return plain
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+@torch.inference_mode()
+def logits(model: PreTrainedModel) -> Tensor:
+    ids = torch.arange(3, 63).reshape(2, 30)
+    return model(input_ids=ids).logits.float()
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights with tied embeddings, and 172 channels that no group divides."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("dense")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["random", "trained"])
+def source(request: pytest.FixtureRequest, dense: Path) -> Path:
+    return dense if request.param == "random" else request.getfixturevalue("stories260k")
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.scheme)
+def test_logits_are_those_of_the_dequantized_model(
+    source: Path, spec: QuantSpec, tmp_path: Path
+) -> None:
+    plain = quantized(source, tmp_path / "quantized", spec)
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    reference.load_state_dict(plain, strict=False)
+    wanted = logits(reference)
+    model = load(tmp_path / "quantized", dtype=torch.float32)
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    assert len(layers) == 4 * model.config.num_hidden_layers
+    assert not model.training
+    error = (logits(model) - wanted).norm() / wanted.norm()
+    # Activations in INT8 cost a percent or two; weights alone nothing but float32 rounding.
+    assert error < (0.05 if spec.activation_bits else 1e-5)
+    in_bf16 = logits(load(tmp_path / "quantized", dtype=torch.bfloat16))
+    assert (in_bf16 - wanted).norm() / wanted.norm() < 0.05
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.scheme)
+def test_logits_are_those_of_transformers_with_compressed_tensors(
+    source: Path, spec: QuantSpec, tmp_path: Path
+) -> None:
+    quantized(source, tmp_path / "quantized", spec)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", dtype=torch.float32)
+    wanted = logits(theirs.eval())
+    ours = logits(load(tmp_path / "quantized", dtype=torch.float32))
+    # They take absmax / 127.5 as the scale of a token, where engines and we take absmax / 127.
+    assert (ours - wanted).norm() / wanted.norm() < (0.05 if spec.activation_bits else 1e-5)
+
+
+def test_the_cpu_kernel_for_int8_gives_the_bits_of_the_reference(
+    source: Path, tmp_path: Path
+) -> None:
+    quantized(source, tmp_path / "quantized", QuantSpec(8, activation_bits=8))
+    fast = load(tmp_path / "quantized", backend="cpu", dtype=torch.float32)
+    plain = load(tmp_path / "quantized", backend="reference", dtype=torch.float32)
+    assert torch.equal(logits(fast), logits(plain))
+
+
+def test_a_dense_folder_gives_the_logits_of_transformers(source: Path) -> None:
+    wanted = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert torch.equal(logits(load(source, dtype=torch.float32)), logits(wanted))
+
+
+def test_embeddings_stay_tied_and_a_second_copy_is_taken_as_one(
+    dense: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantized"
+    quantized(dense, folder, QuantSpec(4))
+    for change in (
+        lambda tensors: None,
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
+    ):
+        change_weights(folder, change)
+        model = load(folder)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
+
+
+def test_untied_heads_that_disagree_with_the_config_are_refused(
+    dense: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(dense, folder)
+    change_weights(folder, lambda t: t.update({"lm_head.weight": torch.ones(128, 64)}))
+    with pytest.raises(UserError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        load(folder)
+
+
+def test_float16_runs_as_bfloat16_on_cpu_and_scales_stay(dense: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float16).save_pretrained(half)
+    assert load(half).dtype == torch.bfloat16
+    assert load(half, dtype=torch.float32).dtype == torch.float32
+    quantized(half, tmp_path / "quantized", QuantSpec(8, activation_bits=8))
+    model = load(tmp_path / "quantized")
+    stored = load_file(tmp_path / "quantized" / WEIGHTS)
+    name = "model.layers.0.mlp.down_proj"
+    layer = model.get_submodule(name)
+    assert torch.equal(layer.qtensor().scales, stored[f"{name}.weight_scale"])
+    assert torch.equal(layer.qtensor().ints, stored[f"{name}.weight"])
+
+
+def test_a_truncated_file_is_named(dense: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "quantized"
+    quantized(dense, folder, QuantSpec(8))
+    whole = (folder / WEIGHTS).read_bytes()
+    for size in (0, 7, 100, len(whole) - 1):
+        (folder / WEIGHTS).write_bytes(whole[:size])
+        with pytest.raises(UserError, match=rf"{WEIGHTS}: damaged or cut short at {size} bytes"):
+            load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scale"),
+            r"layers\.1\.mlp\.up_proj\.weight_scale is missing",
+        ),
+        (
+            lambda t: t.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2)}),
+            r"model\.layers\.7\.mlp\.up_proj\.weight is stored, but",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(63)}),
+            r"model\.norm\.weight has shape \(63,\); wanted \(64,\)",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+            r"model\.norm\.weight is torch\.int8",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    dense: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    quantized(dense, tmp_path / "quantized", QuantSpec(8))
+    change_weights(tmp_path / "quantized", change)
+    with pytest.raises(UserError, match=message) as caught:
+        load(tmp_path / "quantized")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_in_two_shards_is_named(dense: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(dense, folder)
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    again = {"model.norm.weight": tensors["model.norm.weight"].clone()}
+    for file, part in (("a.safetensors", tensors), ("b.safetensors", again)):
+        save_file(part, folder / file, {"format": "pt"})
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {"model.norm.weight": "b.safetensors"}
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"model\.norm\.weight is stored twice"):
+        load(folder)
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(UserError, match=r"b\.safetensors: missing"):
+        load(folder)
+
+
+def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a causal language model that loads") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layer_moved_or_cast_binds_its_kernel_again() -> None:
+    torch.manual_seed(0)
+    layer = QuantLinear(64, 32, QuantSpec(8, activation_bits=8), bias=True, dtype=torch.float32)
+    layer.weight.random_(-127, 128)
+    layer.weight_scale.uniform_(0.01, 0.02)
+    nn.init.normal_(layer.bias)
+    layer.prepare("cpu", torch.float32)
+    x = torch.randn(3, 64)
+    before = layer(x)
+    layer.weight_scale.mul_(2)
+    assert torch.equal(layer.double().float()(x), layer(x))
+    doubled = (layer(x) - layer.bias) / (before - layer.bias)
+    torch.testing.assert_close(doubled, torch.full_like(doubled, 2), rtol=1e-4, atol=0)
+    assert "W8A8" in repr(layer)

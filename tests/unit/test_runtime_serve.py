@@ -1,0 +1,114 @@
+"""Generation, timing, and the serve stage."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from compress.errors import ConfigError, UserError
+from compress.kernels import w8a8
+from compress.qtensor import QuantSpec
+from compress.runtime.generate import chat_prompt, encode, generate
+from compress.runtime.latency import Timing, summarize, time_models
+from compress.runtime.loader import load
+from compress.stage import Run
+from compress.stages.serve import Serve
+from tests.unit.test_runtime import quantized
+
+
+@pytest.fixture(scope="module")
+def checkpoint(stories260k: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "quantized"
+    quantized(stories260k, folder, QuantSpec(8, activation_bits=8))
+    return folder
+
+
+def test_a_batch_answers_as_each_prompt_alone(stories260k: Path, checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    prompts = ["Once upon a time", "Lily", "The big dog ran to the park and"]
+    model = load(checkpoint, dtype=torch.float32)
+    together = generate(model, tokenizer, prompts, max_new_tokens=12, batch_size=3)
+    alone = [
+        generate(model, tokenizer, [prompt], max_new_tokens=12, batch_size=1)[0]
+        for prompt in prompts
+    ]
+    assert together == alone
+    assert all(together)
+    assert not any(text.startswith(p) for text, p in zip(together, prompts, strict=True))
+
+
+def test_prompts_are_padded_on_the_left_and_bos_comes_once(stories260k: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories260k)
+    bos = tokenizer.bos_token
+    ids, mask = encode(tokenizer, ["Lily", f"{bos}Lily went home"], pad_token_id=0)
+    assert ids.shape == mask.shape
+    assert mask[1].all()
+    assert mask[0].tolist() == sorted(mask[0].tolist())
+    assert (ids[1] == tokenizer.bos_token_id).sum() == 1
+    assert chat_prompt(tokenizer, "Why?") == "Why?"
+
+
+def test_rates_and_percentiles_are_those_of_the_requests() -> None:
+    timings = [Timing(0.2, [0.01, 0.03]), Timing(0.4, [0.02, 0.02])]
+    figures = summarize(timings, prompt_tokens=60)
+    assert figures["ttft_ms"]["p50"] == pytest.approx(300)
+    assert figures["ttft_ms"]["mean"] == pytest.approx(300)
+    assert figures["tpot_ms"]["p50"] == pytest.approx(20)
+    assert figures["tpot_ms"]["p99"] == pytest.approx(29.7)
+    assert figures["decode_tokens_per_s"] == pytest.approx(50)
+    assert figures["prefill_tokens_per_s"] == pytest.approx(200)
+    assert (figures["prompt_tokens"], figures["new_tokens"], figures["requests"]) == (60, 3, 2)
+
+
+def test_every_model_is_timed_as_often(stories260k: Path) -> None:
+    model = load(stories260k)
+    timings = time_models(
+        {"a": model, "b": model}, prompt_tokens=5, new_tokens=4, requests=2, warmup=1, seed=0
+    )
+    assert {name: len(found) for name, found in timings.items()} == {"a": 2, "b": 2}
+    assert all(t.ttft > 0 and len(t.tpot) == 3 and min(t.tpot) > 0 for t in timings["a"])
+
+
+def run_of(dense: Path, checkpoint: Path, work: Path) -> Run:
+    config: Any = SimpleNamespace(device="cpu", seed=0)
+    return Run(config, {"dense": dense, "checkpoint": checkpoint}, work, {})
+
+
+@pytest.mark.slow
+def test_the_stage_checks_asks_and_times(
+    stories260k: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    stage = Serve(prompt_tokens=600, new_tokens=3, requests=2, warmup=0, answer_tokens=4)
+    metrics = stage.run(run_of(stories260k, checkpoint, tmp_path), tmp_path)
+    assert metrics["backend"] == "cpu"
+    assert metrics["kernel_check"]["max_relative_error"] < 1e-5
+    assert sorted(metrics["kernel_check"]["shapes"]) == [[64, 64], [64, 172], [172, 64]]
+    assert set(metrics["answers"]) == {"before", "after"}
+    for side in ("before", "after"):
+        figures = metrics[side]
+        assert figures["prompt_tokens"] == 512 - 3
+        assert figures["requests"] == 2
+        assert figures["peak_rss_bytes"] > figures["idle_rss_bytes"] > 0
+        assert figures["load_seconds"] > 0
+
+
+def test_a_kernel_that_is_off_is_refused(
+    stories260k: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = w8a8.prepare
+
+    def broken(weight: Any, scale: Any, bias: Any, backend: str) -> Any:
+        return good(weight, scale.roll(1, 0), bias, backend)
+
+    monkeypatch.setattr(w8a8, "prepare", broken)
+    with pytest.raises(UserError, match=r"_proj: backend cpu is off the reference by"):
+        Serve().run(run_of(stories260k, checkpoint, tmp_path), tmp_path)
+
+
+def test_all_fields_that_cannot_be_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Serve(new_tokens=1, requests=0, backend="gpu")
+    assert len(caught.value.problems) == 3
