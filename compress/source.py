@@ -165,11 +165,11 @@ class Source:
                 file.rename(out / file.name)
             folder.rmdir()
         else:
-            _convert_gguf(locate(run.config.model), out, run.config.model.dtype)
+            convert_gguf(locate(run.config.model), out, run.config.model.dtype)
         return {"bytes": sum(f.stat().st_size for f in TensorFiles.files(out))}
 
 
-def _convert_gguf(file: Path, out: Path, dtype: str) -> None:
+def convert_gguf(file: Path, out: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     logger.info(f"  {file.name}: from GGUF to safetensors")

@@ -72,7 +72,7 @@ def smollm2(pytestconfig: pytest.Config) -> Path:
 
     def convert(folder: Path) -> None:
         folder.mkdir()
-        source._convert_gguf(gguf, folder, "auto")
+        source.convert_gguf(gguf, folder, "auto")
 
     return _cached(pytestconfig, "smollm2", f"{gguf.name} {_digest(source)}", convert)
 

@@ -35,13 +35,13 @@ def smooth_block(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Move scales between the block's weights, in place, wherever it lessens the output error.
 
-    statistics: `<name>.rows` [R, K], `<name>.absmax` and `<name>.mean_abs` [K] by the linear's
+    statistics: `<name>.rows` [R, K], `<name>.relative` and `<name>.mean_abs` [K] by the linear's
     name in the block. Returns, by the same names, the scales [K] by which inputs are now divided,
     and their strengths.
     """
     divided: dict[str, Tensor] = {}
     strengths: dict[str, float] = {}
-    size = "mean_abs" if spec.activation_bits is None else "absmax"
+    size = "mean_abs" if spec.activation_bits is None else "relative"
     for feed in feeds:
         targets = [name for name in feed.targets if name in quantized]
         if not targets:

@@ -21,6 +21,7 @@ from compress.stage import Run
 
 OUTLIER = 6.0  # times the root mean square of the layer's input
 FEW_TOKENS = 1024
+TINY = 1e-12
 
 
 @dataclass(kw_only=True)
@@ -183,11 +184,13 @@ class Collector:
         rows = inputs.gather(1, picked.unsqueeze(-1).expand(-1, -1, inputs.shape[-1]))
         x = inputs[self._mask.bool()].float()
         size = x.abs()
+        relative = x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(TINY)
         outliers = (size > OUTLIER * x.square().mean().sqrt()).sum(0)
         batch = {
             "absmax": size.amax(0),
             "sum_abs": size.sum(0, dtype=torch.float64),
             "sum_squares": x.square().sum(0, dtype=torch.float64),
+            "sum_relative": relative.square().sum(0, dtype=torch.float64),
             "outliers": outliers,
             "tokens": torch.tensor(len(x)),
             "rows": rows.flatten(0, 1),
@@ -197,14 +200,18 @@ class Collector:
             self._sums[name] = batch
             return
         sums["absmax"] = torch.maximum(sums["absmax"], batch["absmax"])
-        for key in ("sum_abs", "sum_squares", "outliers", "tokens"):
+        for key in ("sum_abs", "sum_squares", "sum_relative", "outliers", "tokens"):
             sums[key] = sums[key] + batch[key]
         sums["rows"] = torch.cat([sums["rows"], batch["rows"]])
 
     def tensors(self) -> dict[str, Tensor]:
-        """`<linear>.<statistic>` for every linear: absmax, mean_abs, second_moment and
-        outlier_share [K], tokens [], rows [R, K]. Raises UserError where a linear saw nothing,
-        or something not finite."""
+        """`<linear>.<statistic>` for every linear: absmax, mean_abs, second_moment, relative and
+        outlier_share [K], tokens [], rows [R, K].
+
+        relative: root mean square after each token was divided by its own, which is how an input
+        quantized per token looks to the quantizer. Raises UserError where a linear saw nothing,
+        or something not finite.
+        """
         found = {}
         for name in self.linears:
             sums = self._sums.get(self.owner.get(name, ""))
@@ -217,6 +224,7 @@ class Collector:
                 "absmax": sums["absmax"],
                 "mean_abs": (sums["sum_abs"] / tokens).float(),
                 "second_moment": (sums["sum_squares"] / tokens).float(),
+                "relative": (sums["sum_relative"] / tokens).sqrt().float(),
                 "outlier_share": (sums["outliers"] / tokens).float(),
                 "tokens": tokens,
                 "rows": sums["rows"],

@@ -1,0 +1,96 @@
+"""`kill -9` anywhere, then the same command: the same bytes as a run left alone."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import die, forked
+from test_run import files
+
+from compress import pipeline, training
+from compress.artifact import Artifact
+from compress.config import Config
+from compress.stages import calibrate, distill, quantize
+
+Small = Callable[..., Config]
+
+BUILD = "stages=[plan,calibrate,quantize,distill,extend,export]"
+ALL = ("plan", "calibrate", "quantize", "distill", "extend", "export", "serve", "score", "report")
+WITH_BARS = (calibrate, quantize, distill, training)
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, bytes]:
+    from conftest import SMALL, composed
+
+    out = tmp_path_factory.mktemp("alone") / "run"
+    settings = composed("recipe=tiny", f"model.path={tiny_model}", f"out={out}", *SMALL, BUILD)
+    assert forked(lambda: pipeline.run(settings)) == 0
+    return files(out / "checkpoint")
+
+
+def killed_in_bar(bar: str, after: int, config: Config) -> None:
+    """Run, and die when the progress bar `bar` has done `after` items."""
+
+    def dying(items: Iterable[object], what: str, *_: object, **__: object) -> Iterator[object]:
+        for number, item in enumerate(items):
+            if what == bar and number == after:
+                die()
+            yield item
+
+    for module in WITH_BARS:
+        module.progress = dying  # type: ignore[attr-defined]
+    pipeline.run(config)
+
+
+def killed_at_finish(stage: str, config: Config) -> None:
+    """Run, and die when `stage` has done its work but its result is not yet in place."""
+    finish = Artifact.finish
+
+    def dying(self: Artifact, manifest: dict[str, object]) -> None:
+        if self.stage == stage:
+            die()
+        finish(self, manifest)
+
+    Artifact.finish = dying  # type: ignore[method-assign, assignment]
+    pipeline.run(config)
+
+
+@pytest.mark.parametrize(
+    ("bar", "after"),
+    [("calibrate", 2), ("quantize", 2), ("soft labels", 1), ("distill", 11), ("extend", 11)],
+)
+def test_killed_inside_a_stage(
+    small: Small, left_alone: dict[str, bytes], bar: str, after: int
+) -> None:
+    assert forked(lambda: killed_in_bar(bar, after, small(BUILD))) == -9
+    out = Path(small().out or "")
+    stage = {"soft labels": "distill"}.get(bar, bar)
+    assert (out / "stages" / f"{stage}.partial" / "key.json").exists()
+    assert not (out / "stages" / f"{stage}.json").exists()
+    assert forked(lambda: pipeline.run(small(BUILD))) == 0
+    assert f"{stage}: goes on" in (out / "log.txt").read_text()
+    assert files(out / "checkpoint") == left_alone
+    assert not list((out / "stages").glob("*.partial"))
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_killed_at_the_end_of_a_stage(
+    small: Small, left_alone: dict[str, bytes], stage: str
+) -> None:
+    stages = BUILD if stage in BUILD else f"stages=[{','.join(ALL)}]"
+    assert forked(lambda: killed_at_finish(stage, small(stages))) == -9
+    out = Path(small().out or "")
+    assert not (out / "stages" / f"{stage}.json").exists()
+    assert forked(lambda: pipeline.run(small(stages))) == 0
+    assert files(out / "checkpoint") == left_alone
+    assert (out / "stages" / f"{stage}.json").exists()
+
+
+def test_progress_is_used_not_redone(small: Small) -> None:
+    """After a kill at block 2, calibrate starts at block 2."""
+    assert forked(lambda: killed_in_bar("calibrate", 2, small(BUILD))) == -9
+    work = Path(small().out or "") / "stages" / "calibrate.partial" / "work"
+    done, hidden, _ = calibrate._resume(work)
+    assert done == 2
+    assert hidden is not None

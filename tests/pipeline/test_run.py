@@ -1,0 +1,158 @@
+"""The whole way on the tiny model: what it leaves, what it skips, what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from compress import pipeline
+from compress.config import STAGES, Config
+from compress.errors import UserError
+from compress.runtime.loader import load
+
+Small = Callable[..., Config]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    from conftest import SMALL, composed
+
+    out = tmp_path_factory.mktemp("finished") / "run"
+    pipeline.run(composed("recipe=tiny", f"model.path={tiny_model}", f"out={out}", *SMALL))
+    return out
+
+
+def test_report_holds_what_it_promises(finished: Path) -> None:
+    report = json.loads((finished / "report.json").read_text())
+    assert report["recipe"] == "tiny"
+    assert 0 < report["bytes"]["after"] < report["bytes"]["before"]
+    assert 8 < report["bits_per_weight"] < 16
+    assert 0 < report["fidelity"]["kl"] < 0.2
+    assert report["fidelity"]["top1"] > 0.7
+    assert report["fidelity"]["ppl"]["before"] > 1
+    assert {t["name"] for t in report["tasks"]} == {"knowledge"}
+    for side in ("before", "after"):
+        assert report["latency"][side]["ttft_ms"]["p95"] >= report["latency"][side]["ttft_ms"]["p50"]
+        assert report["latency"][side]["decode_tokens_per_s"] > 0
+    assert [s["name"] for s in report["stages"]] == [s for s in STAGES if s != "report"]
+    assert all(s["peak_rss_bytes"] > 10**8 and s["skipped"] is False for s in report["stages"])
+    assert report["seed"] == 0
+    assert report["versions"]["torch"] == torch.__version__
+    assert (finished / "report.html").read_text().lstrip().startswith("<!")
+
+
+def test_checkpoint_is_int8_outside_qkv_and_head(finished: Path) -> None:
+    tensors = load_file(finished / "checkpoint" / "model.safetensors")
+    integers = {name for name, tensor in tensors.items() if tensor.dtype == torch.int8}
+    wanted = ("o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight")
+    assert integers == {n for n in tensors if n.endswith(wanted)}
+    assert integers
+    for name in integers:
+        scale = tensors[f"{name}_scale"]
+        assert scale.shape == (tensors[name].shape[0], 1)
+        assert scale.dtype == torch.bfloat16
+    assert "lm_head.weight" not in tensors  # tied, so stored once
+
+
+def test_checkpoint_loads_in_transformers_with_the_doubled_window(finished: Path) -> None:
+    folder = finished / "checkpoint"
+    before = json.loads((finished / "stages" / "extend.json").read_text())["metrics"]["window"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert model.config.max_position_embeddings == before["after"] == 2 * before["before"]
+    ids = AutoTokenizer.from_pretrained(folder)("The file is", return_tensors="pt")["input_ids"]
+    ours = load(folder, dtype=torch.float32)
+    with torch.no_grad():
+        theirs, found = model(ids).logits, ours(ids).logits
+    assert (theirs - found).abs().max() < 0.02 * theirs.abs().max()
+    assert torch.equal(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+
+
+def test_second_run_does_nothing(small: Small, finished: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = {f: f.stat().st_mtime_ns for f in finished.rglob("*") if f.is_file()}
+    before = {f: t for f, t in before.items() if f.name not in (".lock", "log.txt")}
+    config = small()
+    config.out = str(finished)
+    pipeline.run(config)
+    assert {f: f.stat().st_mtime_ns for f in before} == before
+    assert "nothing to do" in (finished / "log.txt").read_text()
+
+
+def test_same_seed_same_bytes(small: Small, finished: Path) -> None:
+    pipeline.run(small("stages=[plan,calibrate,quantize,distill,extend,export]"))
+    again = Path(small().out or "") / "checkpoint"
+    assert files(again) == files(finished / "checkpoint")
+
+
+def test_changed_field_is_refused_by_name_then_rebuilt_by_force(small: Small) -> None:
+    stages = "stages=[plan,calibrate,quantize]"
+    out = Path(small().out or "")
+    pipeline.run(small(stages))
+    before = files(out / "stages" / "quantize")
+    with pytest.raises(UserError, match=r"quantize\.clip was true, is now false.*force=\[quantize\]"):
+        pipeline.run(small(stages, "quantize.clip=false"))
+    assert files(out / "stages" / "quantize") == before
+    calibrated = (out / "stages" / "calibrate.json").stat().st_mtime_ns
+    pipeline.run(small(stages, "quantize.clip=false", "force=[quantize]"))
+    assert files(out / "stages" / "quantize")["model.safetensors"] != before["model.safetensors"]
+    assert (out / "stages" / "calibrate.json").stat().st_mtime_ns == calibrated
+
+
+def test_only_runs_one_stage_from_what_is_on_disk(small: Small) -> None:
+    out = Path(small().out or "")
+    with pytest.raises(UserError, match="quantize needs statistics.*only=calibrate"):
+        pipeline.run(small("only=quantize"))
+    pipeline.run(small("stages=[plan,calibrate,quantize]", "only=calibrate"))
+    assert sorted(p.name for p in (out / "stages").glob("*.json")) == ["calibrate.json"]
+    pipeline.run(small("stages=[plan,calibrate,quantize]", "only=quantize"))
+    assert (out / "stages" / "quantize" / "model.safetensors").exists()
+
+
+def test_a_stage_left_out_is_named_before_anything_runs(small: Small) -> None:
+    with pytest.raises(UserError, match="quantize needs statistics, made by calibrate"):
+        pipeline.run(small("stages=[plan,quantize]"))
+    assert not list((Path(small().out or "") / "stages").glob("*.json"))
+
+
+def test_a_second_run_in_the_same_folder_is_turned_away(small: Small) -> None:
+    config = small("stages=[plan]")
+    with (
+        pipeline._own(Path(config.out or "")),
+        pytest.raises(UserError, match="another run is at work there"),
+    ):
+        pipeline.run(config)
+
+
+@pytest.mark.parametrize("quantize", ["w8a16", "w4a16", "w4a16_channel"])
+def test_other_schemes_go_the_whole_way_to_a_checkpoint(small: Small, quantize: str) -> None:
+    config = small(
+        f"quantize={quantize}",
+        "extend=off",
+        "extend.steps=0",
+        "stages=[plan,calibrate,quantize,extend,export]",
+        out=quantize,
+    )
+    out = pipeline.run(config)
+    folder = out / "checkpoint"
+    tensors = load_file(folder / "model.safetensors")
+    assert any(name.endswith("down_proj.weight_packed") for name in tensors)
+    ids = torch.arange(20, 40).unsqueeze(0)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        wanted, found = theirs(ids).logits, load(folder, dtype=torch.float32)(ids).logits
+    assert (wanted - found).abs().max() < 0.01 * wanted.abs().max()
+
+
+def test_native_engine_quantizes_v_as_well(small: Small) -> None:
+    out = pipeline.run(small("engine=native", "stages=[plan,calibrate,quantize]"))
+    tensors = load_file(out / "stages" / "quantize" / "model.safetensors")
+    assert tensors["model.layers.0.self_attn.v_proj.weight"].dtype == torch.int8
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
+    assert tensors["model.layers.0.self_attn.k_proj.weight"].dtype == torch.bfloat16
