@@ -1,8 +1,9 @@
 """Generate and score in transformers or in our runtime. Started by engines.py, for which see there.
 
-    .venv/bin/python benchmarks/worker_torch.py (transformers|native|exact) REQUEST.json ANSWER.json
+    .venv/bin/python benchmarks/worker_torch.py ENGINE REQUEST.json ANSWER.json
 
-`exact` is our loader in float32 with the reference kernels; it scores and does not generate.
+ENGINE is `transformers`, `native` (our runtime in bf16), `exact` (in float32, with the reference
+kernels) or `jittered` (the same with disturbed embeddings). The last two score only.
 """
 
 import json
@@ -15,6 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress.runtime.loader import load
 
+# The standard deviation of rounding to 8 significant bits, relative to the value, is 2^-10 to 2^-9.
+BF16_ROUNDING = 2**-10
+SCORES_ONLY = ("exact", "jittered")
+
 
 def model_of(engine: str, folder: Path) -> PreTrainedModel:
     """The model as the engine loads it; 16 bit is bf16, in which CPUs are fast."""
@@ -22,7 +27,12 @@ def model_of(engine: str, folder: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     if engine == "native":
         return load(folder, dtype=torch.bfloat16)
-    return load(folder, dtype=torch.float32, backend="reference")
+    model = load(folder, dtype=torch.float32, backend="reference")
+    if engine == "jittered":
+        embeddings = model.get_input_embeddings().weight
+        noise = torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(0))
+        embeddings.mul_(1 + BF16_ROUNDING * noise)
+    return model
 
 
 @torch.inference_mode()
@@ -36,6 +46,7 @@ def write(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[in
         temperature=None,
         top_p=None,
         top_k=None,
+        repetition_penalty=1.0,
         max_new_tokens=new_tokens,
     )
     return output[0, len(prompt) :].tolist()
@@ -58,7 +69,7 @@ def main(engine: str, request_file: str, answer_file: str) -> None:
     model = model_of(engine, Path(request["checkpoint"])).eval()
     prompts, continuations = request["prompts"], request["continuations"]
     written = []
-    if engine != "exact":
+    if engine not in SCORES_ONLY:
         written = [write(model, prompt, request["new_tokens"]) for prompt in prompts]
     # The runtime goes first, with no text to score yet: its own is what all others score.
     scored = [score(model, *pair) for pair in zip(prompts, continuations or written, strict=True)]
