@@ -7,7 +7,7 @@ from compress.eval import rules
 from compress.eval.answers import Answer, each, score
 from compress.eval.tasks import Item, Task
 
-PROMPT = 2000  # characters of a prompt that are shown
+PROMPT = 1000  # characters of a prompt that are shown
 
 
 def side_by_side(
