@@ -40,11 +40,11 @@ def load(
     names = _fill(skeleton, folder, device)
     _check_complete(skeleton, names, folder)
     skeleton.tie_weights()
+    # What was real from the start: buffers that follow from the configuration.
+    skeleton.to(device)
     for module in skeleton.modules():
         if isinstance(module, QuantLinear):
             module.prepare(backend, skeleton.dtype)
-    # What was real from the start: buffers that follow from the configuration.
-    skeleton.to(device)
     if (folder / "generation_config.json").exists():
         skeleton.generation_config = GenerationConfig.from_pretrained(folder)
     return skeleton.eval().requires_grad_(False)
