@@ -155,7 +155,6 @@ def gemm(
     )
 
 
-@torch.library.custom_op("compress::wna16_linear", mutates_args=())
 def linear(
     x: Tensor,
     packed: Tensor,
@@ -171,7 +170,10 @@ def linear(
     return y_MN.reshape(*x.shape[:-1], len(packed))
 
 
-@linear.register_fake
+linear_op = torch.library.custom_op("compress::wna16_linear", linear, mutates_args=())
+
+
+@linear_op.register_fake
 def _(
     x: Tensor,
     packed: Tensor,
@@ -186,6 +188,12 @@ def _(
 def prepare(
     packed: Tensor, weight_scale: Tensor, bias: Tensor | None, *, spec: QuantSpec
 ) -> Callable[[Tensor], Tensor]:
-    """Bind the checkpoint's words [N, words]; nothing is repacked."""
+    """Bind the checkpoint's words [N, words]; nothing is repacked. As for W8A8, only compilers see
+    the operator."""
     packed, weight_scale = packed.contiguous(), weight_scale.contiguous()
-    return lambda x: linear(x, packed, weight_scale, bias, spec.bits, spec.group_size)
+
+    def run(x: Tensor) -> Tensor:
+        call = linear_op if torch.compiler.is_compiling() else linear
+        return call(x, packed, weight_scale, bias, spec.bits, spec.group_size)
+
+    return run

@@ -115,10 +115,10 @@ def test_the_operators_are_sound_for_compilers() -> None:
     weight = random_weight(16, 32, QuantSpec(8, activation_bits=8), DEVICE, DTYPE)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(
-        w8a8_triton.linear, (x, weight.ints, weight.scales, None), test_utils=checks
+        w8a8_triton.linear_op, (x, weight.ints, weight.scales, None), test_utils=checks
     )
     weight = random_weight(16, 32, QuantSpec(4, 32), DEVICE, DTYPE)
     packed = pack_int32(weight.ints, 4)
     torch.library.opcheck(
-        wna16_triton.linear, (x, packed, weight.scales, None, 4, 32), test_utils=checks
+        wna16_triton.linear_op, (x, packed, weight.scales, None, 4, 32), test_utils=checks
     )
