@@ -189,7 +189,8 @@ def prepare(
     packed: Tensor, weight_scale: Tensor, bias: Tensor | None, *, spec: QuantSpec
 ) -> Callable[[Tensor], Tensor]:
     """Bind the checkpoint's words [N, words]; nothing is repacked. As for W8A8, only compilers see
-    the operator."""
+    the operator.
+    """
     packed, weight_scale = packed.contiguous(), weight_scale.contiguous()
 
     def run(x: Tensor) -> Tensor:
