@@ -67,23 +67,23 @@ def time_models(
 
 
 def summarize(timings: list[Timing], prompt_tokens: int) -> dict[str, Any]:
-    """Percentiles and rates of the requests; a rate is tokens over the whole time they took."""
-    ttft = np.array([timing.ttft for timing in timings])
-    tpot = np.array([step for timing in timings for step in timing.tpot])
+    """Percentiles of the requests, and rates from the medians, which a busy moment does not move."""
+    ttft = _percentiles([1e3 * timing.ttft for timing in timings])
+    tpot = _percentiles([1e3 * step for timing in timings for step in timing.tpot])
     return {
-        "ttft_ms": _percentiles(ttft * 1e3),
-        "tpot_ms": _percentiles(tpot * 1e3),
-        "prefill_tokens_per_s": float(prompt_tokens / ttft.mean()),
-        "decode_tokens_per_s": float(1 / tpot.mean()),
+        "ttft_ms": ttft,
+        "tpot_ms": tpot,
+        "prefill_tokens_per_s": 1e3 * prompt_tokens / ttft["p50"],
+        "decode_tokens_per_s": 1e3 / tpot["p50"],
         "prompt_tokens": prompt_tokens,
         "new_tokens": len(timings[0].tpot) + 1,
         "requests": len(timings),
     }
 
 
-def _percentiles(values: np.ndarray) -> dict[str, float]:
+def _percentiles(values: list[float]) -> dict[str, float]:
     p50, p95, p99 = np.percentile(values, [50, 95, 99])
-    return {"p50": float(p50), "p95": float(p95), "p99": float(p99), "mean": float(values.mean())}
+    return {"p50": float(p50), "p95": float(p95), "p99": float(p99), "mean": float(np.mean(values))}
 
 
 def _now(device: torch.device) -> float:

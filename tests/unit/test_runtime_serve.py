@@ -53,6 +53,8 @@ def test_prompts_are_padded_on_the_left_and_bos_comes_once(stories260k: Path) ->
 
 def test_rates_and_percentiles_are_those_of_the_requests() -> None:
     timings = [Timing(0.2, [0.01, 0.03]), Timing(0.4, [0.02, 0.02])]
+    slow = [*timings, Timing(0.3, [9.0, 0.01])]
+    assert summarize(slow, prompt_tokens=60)["decode_tokens_per_s"] == pytest.approx(50)
     figures = summarize(timings, prompt_tokens=60)
     assert figures["ttft_ms"]["p50"] == pytest.approx(300)
     assert figures["ttft_ms"]["mean"] == pytest.approx(300)
