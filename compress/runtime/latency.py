@@ -67,7 +67,7 @@ def time_models(
 
 
 def summarize(timings: list[Timing], prompt_tokens: int) -> dict[str, Any]:
-    """Percentiles of the requests, and rates from the medians, which a busy moment does not move."""
+    """Percentiles of the requests, and rates from the medians: a busy moment does not move them."""
     ttft = _percentiles([1e3 * timing.ttft for timing in timings])
     tpot = _percentiles([1e3 * step for timing in timings for step in timing.tpot])
     return {
