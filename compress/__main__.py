@@ -8,8 +8,10 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from compress import config as schema
 from compress.errors import UserError
@@ -29,7 +31,7 @@ def recipes() -> dict[str, str]:
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Raise UserError for a recipe or a field that does not exist, before Hydra composes."""
+    """Raise UserError, in one line, for arguments that Hydra would answer with several."""
     overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
     values = dict(a.lstrip("+~").split("=", 1) for a in overrides)
     listing = "\n".join(f"  {name:16} {line}" for name, line in recipes().items())
@@ -44,6 +46,14 @@ def check_arguments(arguments: list[str]) -> None:
         bare = name.split("@")[0]
         if bare.split(".")[0] not in HYDRA_KEYS and bare not in groups:
             schema.check_field(bare)
+    if not {"-m", "--multirun"} & set(arguments):
+        try:
+            with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+                hydra.compose("config", overrides=overrides)
+        except (HydraException, OmegaConfBaseException) as error:
+            parts = [error, error.__cause__] if error.__cause__ else [error]
+            said = [str(part).strip().splitlines()[0] for part in parts if str(part).strip()]
+            raise UserError(": ".join(dict.fromkeys(said))) from error
 
 
 @contextmanager

@@ -153,6 +153,8 @@ def _rows(data: Data, path: str) -> list[dict[str, Any]]:
     else:
         name = path
         arguments = {"split": data.split, "name": data.subset, "revision": data.revision}
+    # Its readers log what they also raise, with a traceback.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         # Streaming: nothing is copied to a cache, and of a large data set only the start is read.
         stream = datasets.load_dataset(name, streaming=True, **arguments)

@@ -107,6 +107,7 @@ class _Frame(nn.Module):
         # Some models choose a block's mask by this attribute.
         self.attention_type = getattr(block, "attention_type", None)
         self.call: dict[str, Any] = {}
+        self.hidden = torch.empty(0)
         self.instead: Tensor | None = None
 
     def forward(self, hidden: Tensor, **call: Any) -> Tensor:
@@ -149,8 +150,10 @@ class BlockModel:
         self.skeleton.tie_weights()
         for name, buffer in self.skeleton.named_buffers():
             set_module_tensor_to_device(self.skeleton, name, device, value=buffer)
-        self._frames = nn.ModuleList(_Frame(block) for block in self.blocks)
-        self._swap_blocks(self._frames)
+        self._frames = [_Frame(block) for block in self.blocks]
+        self._unpadded: tuple[torch.Size, list[dict[str, Any]]] | None = None
+        parent, _, name = self.prefix.rpartition(".")
+        setattr(self.skeleton.get_submodule(parent), name, nn.ModuleList(self._frames))
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -184,12 +187,30 @@ class BlockModel:
             if not name.startswith(f"{self.prefix}.") and name not in tied:
                 yield name, self.tensors[name]
 
-    def embed(self, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, list[dict[str, Any]]]:
-        """What the first block gets for `ids` [B, T]: hidden states [B, T, H], and each block's
-        other arguments (masks, rotary tables)."""
-        self.skeleton(ids, attention_mask=_unless_full(mask), use_cache=False, logits_to_keep=1)
-        frames = [frame for frame in self._frames if isinstance(frame, _Frame)]
-        return frames[0].hidden, [frame.call for frame in frames]
+    def embed(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What the first block gets for `ids` [B, T]: hidden states [B, T, H]."""
+        self._frame(ids, mask)
+        return self._frames[0].hidden
+
+    def calls(self, ids: Tensor, mask: Tensor | None = None) -> list[dict[str, Any]]:
+        """Each block's other arguments (masks, rotary tables) for `ids` [B, T], mask [B, T].
+
+        Made again when needed, since masks of many batches would not fit in memory; without
+        padding they depend on the shape alone, and the last ones are kept.
+        """
+        if mask is not None and not bool(mask.all()):
+            self._frame(ids, mask)
+            return [frame.call for frame in self._frames]
+        if self._unpadded is None or self._unpadded[0] != ids.shape:
+            self._frame(ids, None)
+            self._unpadded = ids.shape, [frame.call for frame in self._frames]
+        return self._unpadded[1]
+
+    def _frame(self, ids: Tensor, mask: Tensor | None) -> None:
+        """Run what lies before and between the blocks, with frames in their place."""
+        full = mask is None or bool(mask.all())
+        # Without a mask attention takes its fast causal path.
+        self.skeleton.base_model(ids, attention_mask=None if full else mask, use_cache=False)
 
     def logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Logits [B, T, V] from what the last block gave, by the model's own last norm and head."""
@@ -204,7 +225,7 @@ class BlockModel:
         for name, parameter in parameters.items():
             full = prefix + name
             if full not in self.tensors:
-                if full in (tied_names(self.skeleton)):
+                if full in tied_names(self.skeleton):
                     continue
                 raise UserError(f"{self.folder}: no tensor {full}; the checkpoint is incomplete")
             value = self.tensors[full]
@@ -221,15 +242,6 @@ class BlockModel:
             set_module_tensor_to_device(
                 module, name, self.device, value=value, dtype=self.dtype
             )
-
-    def _swap_blocks(self, blocks: nn.ModuleList) -> None:
-        parent, _, name = self.prefix.rpartition(".")
-        setattr(self.skeleton.get_submodule(parent), name, blocks)
-
-
-def _unless_full(mask: Tensor | None) -> Tensor | None:
-    """A mask without padding says nothing; without it attention takes its fast causal path."""
-    return None if mask is None or bool(mask.all()) else mask
 
 
 def skeleton(

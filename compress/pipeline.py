@@ -71,9 +71,11 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     if path is not None and path.is_dir():
         source.read_config(path, config.model.trust_remote_code)
     content = source.fingerprint(path) if path else source.TINY
+    text = Path(config.score.text or "")
     shared = {
         "model": _by_content(config.section("model"), content),
         "data": _by_content(config.section("data"), data.fingerprint(config.data)),
+        "score_text": source.fingerprint(text) if text.is_file() else None,
         "scheme": {"spec": config.quantize.spec.scheme, "keep": config.quantize.keep},
     }
     stages = [config.stage(name) for name in config.stages]

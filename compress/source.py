@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -61,7 +62,7 @@ def locate(model: Model) -> Path:
         return path
     if path.is_dir():
         return path
-    hub_like = model.path.count("/") == 1 and not path.suffix and not model.path.startswith(".")
+    hub_like = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model.path) and path.suffix != ".gguf"
     if path.exists() or not hub_like:
         raise UserError(
             f"model.path={model.path}: no such model; wanted a folder with config.json, "

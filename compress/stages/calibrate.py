@@ -141,7 +141,7 @@ class Calibrate:
         for first in range(0, len(hidden), self.batch):
             rows = slice(first, first + self.batch)
             ids, mask = windows.ids[rows].to(model.device), windows.mask[rows].to(model.device)
-            _, calls = model.embed(ids, mask)
+            calls = model.calls(ids, mask)
             if collector is not None:
                 collector.start(first, mask)
             hidden[rows] = block(hidden[rows].to(model.device), **calls[index]).cpu()
@@ -274,7 +274,7 @@ def _hygiene(windows: data.Windows) -> list[str]:
 
 def _embed(model: BlockModel, ids: Tensor, mask: Tensor, batch: int) -> Tensor:
     parts = [
-        model.embed(i.to(model.device), m.to(model.device))[0].cpu()
+        model.embed(i.to(model.device), m.to(model.device)).cpu()
         for i, m in zip(ids.split(batch), mask.split(batch), strict=True)
     ]
     return torch.cat(parts)

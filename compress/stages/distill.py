@@ -188,12 +188,11 @@ def _write_labels(teacher: BlockModel, ids: Tensor, mask: Tensor, k: int, file: 
         (i.to(teacher.device), m.to(teacher.device))
         for i, m in zip(ids.split(2), mask.split(2), strict=True)
     ]
-    hidden = [teacher.embed(i, m)[0] for i, m in batches]
+    hidden = [teacher.embed(i, m) for i, m in batches]
     for index in range(len(teacher)):
         with teacher.block(index) as block:
             for number, (i, m) in enumerate(batches):
-                _, calls = teacher.embed(i, m)
-                hidden[number] = block(hidden[number], **calls[index])
+                hidden[number] = block(hidden[number], **teacher.calls(i, m)[index])
     kept = [
         top_k(teacher.logits(h[row : row + 1], i[row : row + 1]), k)
         for h, (i, _) in zip(hidden, batches, strict=True)

@@ -31,7 +31,7 @@ class Score:
     version: ClassVar[int] = 1
     needs: ClassVar[tuple[str, ...]] = ("dense", "checkpoint")
     gives: ClassVar[str | None] = "scores"
-    shares: ClassVar[tuple[str, ...]] = ("model", "data", "device", "seed")
+    shares: ClassVar[tuple[str, ...]] = ("model", "data", "device", "seed", "score_text")
 
     text: str | None = None
     windows: int = 8

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import die, forked
+from small import die, forked
 from test_run import files
 
 from compress import pipeline, training
@@ -21,7 +21,7 @@ WITH_BARS = (calibrate, quantize, distill, training)
 
 @pytest.fixture(scope="module")
 def left_alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, bytes]:
-    from conftest import SMALL, composed
+    from small import SMALL, composed
 
     out = tmp_path_factory.mktemp("alone") / "run"
     settings = composed("recipe=tiny", f"model.path={tiny_model}", f"out={out}", *SMALL, BUILD)

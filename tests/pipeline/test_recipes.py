@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import composed
+from small import composed
 
 from compress.__main__ import CONF, RECIPES, recipes
 from compress.config import STAGES

@@ -23,7 +23,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    from conftest import SMALL, composed
+    from small import SMALL, composed
 
     out = tmp_path_factory.mktemp("finished") / "run"
     pipeline.run(composed("recipe=tiny", f"model.path={tiny_model}", f"out={out}", *SMALL))

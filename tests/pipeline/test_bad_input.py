@@ -1,0 +1,178 @@
+"""Whatever is wrong with the input: one clear line, status 2, nothing half-written."""
+
+import errno
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from small import SMALL
+from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, T5Config
+
+from compress import artifact
+from compress.__main__ import main
+
+Cli = Callable[..., str]
+
+
+@pytest.fixture
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Cli:
+    """Run `python -m compress` with these arguments; the message with which it ended."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, status: int = 2) -> str:
+        monkeypatch.setattr(sys, "argv", ["compress", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == status
+        stderr = capsys.readouterr().err
+        assert "Traceback" not in stderr
+        lines = [line for line in stderr.splitlines() if line.startswith("compress: ")]
+        assert len(lines) == 1, stderr
+        return stderr[stderr.index("compress: ") :]
+
+    return run
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that a test may break."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def nothing_written(out: Path) -> bool:
+    return not list(out.glob("checkpoint")) and not list(out.glob("stages/*.json"))
+
+
+def test_no_recipe_and_a_wrong_one_list_the_recipes(cli: Cli) -> None:
+    for arguments in ([], ["recipe=?"], ["recipe=int8_70b"]):
+        message = cli(*arguments)
+        assert "smollm2_int8" in message
+        assert "tiny Llama" in message
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("quantize.bit=4", "quantize.bit: no such field; quantize has bits"),
+        ("quantise.bits=4", "quantise.bits: no such field; the configuration has quantize"),
+        ("quantize.bits=5", "quantize.bits is 5; wanted 8 or 4"),
+        ("quantize.bits=many", "Value 'many' of type 'str' could not be converted"),
+        ("engine=tgi", "engine is 'tgi'; wanted one of any, vllm"),
+        ("only=quantise", "only is 'quantise'; wanted one of plan, calibrate"),
+        ("model.dtype=int8", "model.dtype is 'int8'; wanted one of auto"),
+        ("plan.memory=lots", "plan.memory is 'lots'; wanted a size such as 24GB"),
+        ("extend.method=stretch", "extend.method is 'stretch'; wanted one of ntk, yarn, linear"),
+        ("data.length=2", "data.length is 2; wanted at least 16"),
+        ("model.path=/no/such/folder", "model.path=/no/such/folder: no such model; wanted a folder"),
+        ("data.path=nowhere.txt", "nowhere.txt: no such file; wanted a .txt, .jsonl or .parquet"),
+        ("stages=[quantize]", "quantize needs"),
+    ],
+)
+def test_a_field_that_cannot_be(cli: Cli, tiny_model: Path, argument: str, said: str) -> None:
+    assert said in cli("recipe=tiny", f"model.path={tiny_model}", "out=run", argument)
+    assert nothing_written(Path("run"))
+
+
+def test_all_that_is_wrong_is_said_at_once(cli: Cli) -> None:
+    message = cli("recipe=tiny", "quantize.bits=5", "quantize.activation_bits=null", "data.samples=0")
+    assert "quantize.bits is 5" in message
+    assert "data.samples is 0" in message
+
+
+def test_a_hub_id_with_no_hub_says_to_give_a_folder(cli: Cli) -> None:
+    message = cli("recipe=int8_7b", "out=run", "data.path=null")
+    assert "Qwen/Qwen2.5-7B-Instruct: cannot be fetched from the hub" in message
+    assert "give a local folder by model.path=FOLDER" in message
+
+
+def test_models_that_are_not_for_this(cli: Cli, model: Path) -> None:
+    run = ("recipe=tiny", f"model.path={model}", "out=run", *SMALL)
+    config = model / "config.json"
+    config.write_text(json.dumps(MixtralConfig().to_dict()))
+    assert "not supported yet" in cli(*run)
+    config.write_text(json.dumps(T5Config().to_dict()))
+    assert "decoder-only" in cli(*run)
+    config.write_text("{")
+    assert "config.json" in cli(*run)
+    config.unlink()
+    assert "no config.json" in cli(*run)
+    assert nothing_written(Path("run"))
+
+
+def test_weights_that_are_broken(cli: Cli, model: Path) -> None:
+    run = ("recipe=tiny", f"model.path={model}", "out=run", *SMALL)
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    assert "damaged or cut short" in cli(*run)
+    file.write_bytes(whole)
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.inf
+    save_file(tensors, file)
+    assert "model.layers.1.mlp.down_proj.weight holds NaN or Inf" in cli(*run)
+    assert not Path("run/checkpoint").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "more", "said"),
+    [
+        ("empty.txt", "", [], "no text in it"),
+        ("short.txt", "Too short.", [], "wanted at least one window"),
+        ("bare.jsonl", '{"body": "x"}\n', [], "record 1 has no field 'text', only 'body'"),
+        ("number.jsonl", '{"text": 7}\n', [], "'text' holds int, wanted text"),
+        ("chat.jsonl", '{"messages": "hi"}\n', ["data.messages=messages"], "wanted a list of"),
+        ("broken.jsonl", '{"text": ', [], "cannot be read"),
+        ("words.csv", "a,b", [], "ends in '.csv'; wanted .txt, .jsonl or .parquet"),
+    ],
+)
+def test_data_that_is_wrong(
+    cli: Cli, tiny_model: Path, name: str, content: str, more: list[str], said: str
+) -> None:
+    Path(name).write_text(content)
+    run = ("recipe=tiny", f"model.path={tiny_model}", "out=run", *SMALL)
+    assert said in cli(*run, f"data.path={name}", *more)
+    assert not list(Path("run").glob("stages/calibrate.json"))
+
+
+def test_patterns_and_groups_that_fit_nothing(cli: Cli, tiny_model: Path) -> None:
+    run = ("recipe=tiny", f"model.path={tiny_model}", "out=run", *SMALL)
+    assert "lm_haed" in cli(*run, "quantize.keep=[lm_haed]")
+    message = cli(*run, "quantize=w4a16", "quantize.group_size=100")
+    assert "100" in message
+    assert "32" in message
+    assert nothing_written(Path("run"))
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(cli: Cli, tiny_model: Path) -> None:
+    message = cli("recipe=tiny", f"model.path={tiny_model}", "out=run", "plan.memory=1MB", *SMALL)
+    assert "GB needed (weights" in message
+    assert nothing_written(Path("run"))
+
+
+def test_an_output_folder_that_cannot_be(cli: Cli, tiny_model: Path) -> None:
+    Path("file").write_text("")
+    message = cli("recipe=tiny", f"model.path={tiny_model}", "out=file/run", *SMALL)
+    assert "out=file/run: cannot be written" in message
+
+
+def test_a_disk_that_fills_up(
+    cli: Cli, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Path, text: str) -> None:
+        if file.name == "config.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+        original(file, text)
+
+    original = artifact.write_text
+    monkeypatch.setattr(artifact, "write_text", full)
+    run = ("recipe=tiny", f"model.path={tiny_model}", "out=run", *SMALL)
+    assert "No space left on device; what is done stays on disk" in cli(*run)
+    assert Path("run/stages/calibrate.json").exists()
+    assert not Path("run/stages/quantize").exists()

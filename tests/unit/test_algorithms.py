@@ -1,0 +1,214 @@
+"""The algorithms against their definitions."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from compress.algorithms import rope
+from compress.algorithms.blockwise import even_rows, quantize_linear, smooth_block
+from compress.algorithms.rtn import rtn, scales_for, search_clip
+from compress.algorithms.smooth import fake_quantize, search_strength, tied
+from compress.algorithms.soft_labels import kl_top_k, top_k
+from compress.model import skeleton
+from compress.qtensor import QuantSpec
+from compress.structure import feeds
+
+W8A8, W8, W4 = QuantSpec(8, None, 8), QuantSpec(8), QuantSpec(4, 32)
+
+
+def weights(n: int, k: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 9),
+    groups=st.integers(1, 4),
+    bits=st.sampled_from([4, 8]),
+    grouped=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_rounding_is_within_half_a_step(
+    n: int, groups: int, bits: int, grouped: bool, seed: int
+) -> None:
+    spec = QuantSpec(bits, 32 if grouped else None)
+    weight = weights(n, 32 * groups, seed)
+    quantized = rtn(weight, spec, torch.float32)
+    step = quantized.scales.repeat_interleave(weight.shape[1] // quantized.scales.shape[1], 1)
+    assert ((weight - quantized.dequantize()).abs() <= step / 2 + 1e-6).all()
+    assert int(quantized.ints.max()) <= spec.qmax
+    assert int(quantized.ints.min()) >= spec.qmin
+
+
+def test_the_largest_weight_takes_the_last_integer() -> None:
+    weight = torch.tensor([[0.5, -2.0, 1.1, 0.25]])
+    assert float(scales_for(weight, QuantSpec(4))) == pytest.approx(2 / 7)
+    assert rtn(weight, QuantSpec(4), torch.float32).ints.tolist() == [[2, -7, 4, 1]]
+
+
+def test_rows_of_zeros_stay_zero_in_every_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        quantized = rtn(torch.zeros(2, 32), W4, dtype)
+        assert torch.isfinite(quantized.dequantize()).all()
+        assert not quantized.ints.any()
+
+
+def test_clip_search_beats_no_clip_where_one_weight_sticks_out() -> None:
+    weight = weights(4, 64)
+    weight[:, 5] = 6.0
+    inputs = weights(200, 64, seed=1)
+    inputs[:, 5] = 0.01  # the weight that sticks out hardly matters
+    for spec in (QuantSpec(4), QuantSpec(4, 32)):
+        clips = search_clip(weight, inputs, spec, torch.float32)
+        wanted = inputs @ weight.T
+        plain = inputs @ rtn(weight, spec, torch.float32).dequantize().T
+        clipped = inputs @ rtn(weight, spec, torch.float32, clips).dequantize().T
+        assert (clipped - wanted).norm() < 0.8 * (plain - wanted).norm()
+        assert float(clips.min()) < 1 <= float(clips.max()) + 1e-6 or spec.group_size is None
+
+
+def test_clip_search_is_the_same_through_rows_and_through_their_gram_matrix() -> None:
+    weight, inputs = weights(6, 64), weights(300, 64, seed=3)
+    few = search_clip(weight, inputs[:40], QuantSpec(4), torch.float32)
+    assert few.shape == (6, 1)
+    errors = []
+    for clip in few.flatten().unique():
+        error = weight - rtn(weight, QuantSpec(4), torch.float32, float(clip)).dequantize()
+        errors.append((inputs[:40] @ error.T).square().sum(0))
+    chosen = rtn(weight, QuantSpec(4), torch.float32, few).dequantize()
+    found = (inputs[:40] @ (weight - chosen).T).square().sum(0)
+    assert (found <= torch.stack(errors).amin(0) * 1.001).all()
+
+
+def test_smoothing_finds_the_outlier_channel() -> None:
+    inputs = weights(256, 64, seed=4)
+    inputs[:, 7] *= 80
+    weight = weights(32, 64)
+    relative = (inputs / inputs.square().mean(-1, keepdim=True).sqrt()).square().mean(0).sqrt()
+    scales, strength = search_strength(inputs, relative, [weight], W8A8, torch.float32)
+    assert strength is not None
+    assert int(scales.argmax()) == 7
+    wanted = inputs @ weight.T
+    plain = fake_quantize(inputs, W8A8) @ weight.T
+    smooth = fake_quantize(inputs / scales, W8A8) @ (weight * scales).T
+    assert (smooth - wanted).norm() < 0.3 * (plain - wanted).norm()
+
+
+def test_smoothing_leaves_alone_what_it_cannot_help() -> None:
+    inputs, weight = weights(256, 64, seed=5), weights(32, 64)
+    scales, strength = search_strength(inputs, inputs.abs().mean(0), [weight], W8, torch.float32)
+    assert strength is None
+    assert torch.equal(scales, torch.ones(64))
+
+
+def test_tied_scales_are_equal_across_the_heads_that_read_one_value_head() -> None:
+    scales = torch.rand(2 * 3 * 4) + 0.5  # 2 value heads, each read by 3 query heads of 4 channels
+    heads = tied(scales, 3, 4).reshape(2, 3, 4)
+    assert torch.equal(heads[:, 0], heads[:, 1])
+    assert torch.equal(heads[:, 0], heads[:, 2])
+    assert torch.allclose(heads[:, 0], scales.reshape(2, 3, 4).log().mean(1).exp())
+
+
+def test_smoothing_a_block_does_not_change_what_it_computes() -> None:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        vocab_size=64,
+    )
+    model = skeleton(config, torch.float32).to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    block, ids = model.model.layers[0], torch.arange(12).reshape(1, 12)
+    before = model(ids).logits
+    seen: dict[str, torch.Tensor] = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0]}))
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    statistics = {}
+    for name, inputs in seen.items():
+        rows = inputs.flatten(0, -2).clone()
+        rows[:, 0] *= 50  # an outlier, so that smoothing pays
+        statistics[f"{name}.rows"] = rows
+        relative = rows / rows.square().mean(-1, keepdim=True).sqrt()
+        statistics[f"{name}.relative"] = relative.square().mean(0).sqrt()
+    every = set(seen)
+    divided, strengths = smooth_block(
+        block, feeds(config, block), statistics, every, W8A8, torch.float32
+    )
+    assert {"self_attn.o_proj", "mlp.down_proj", "mlp.gate_proj", "self_attn.q_proj"} <= divided.keys()
+    assert strengths.keys() == divided.keys()
+    assert torch.allclose(model(ids).logits, before, atol=1e-3, rtol=1e-3)
+
+
+def test_a_layer_report_says_what_the_layer_does() -> None:
+    weight, rows = weights(16, 64), weights(128, 64, seed=6)
+    quantized, report = quantize_linear(
+        "x", weight, weight, rows, None, None, W4, torch.float32, clip=False
+    )
+    error = (rows @ (weight - quantized.dequantize()).T).norm() / (rows @ weight.T).norm()
+    assert report.error == pytest.approx(float(error), rel=1e-4)
+    assert report.error == pytest.approx(report.error_rtn, rel=1e-6)
+    assert (report.smooth, report.clip) == (None, 1.0)
+
+
+def test_even_rows_give_outputs_of_size_one() -> None:
+    weight, rows = weights(16, 64), weights(10, 64, seed=7) * torch.logspace(-2, 3, 10).unsqueeze(1)
+    assert torch.allclose((even_rows(rows, [weight]) @ weight.T).norm(dim=-1), torch.ones(10))
+
+
+def test_top_k_divergence_bounds_the_full_one_and_reaches_it() -> None:
+    teacher, student = weights(5, 50), weights(5, 50, seed=8)
+    p, q = teacher.log_softmax(-1), student.log_softmax(-1)
+    full = float((p.exp() * (p - q)).sum(-1).mean())
+    some = float(kl_top_k(student, *top_k(teacher, 8)))
+    every = float(kl_top_k(student, *top_k(teacher, 49)))
+    assert 0 < some < full
+    assert every == pytest.approx(full, rel=0.01)
+    assert float(kl_top_k(teacher, *top_k(teacher, 8))) == pytest.approx(0, abs=2e-3)
+
+
+@pytest.mark.parametrize("method", rope.METHODS)
+def test_scaled_rope_is_what_transformers_computes(method: str) -> None:
+    parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    scaled = rope.scaled(method, parameters, 4.0, 64, 2048)
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=8192, rope_parameters=scaled
+    )
+    pairs = torch.arange(0, 64, 2) / 64
+    plain = 10000.0**-pairs
+    kind = scaled["rope_type"]
+    if kind == "default":
+        model = skeleton(LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 1}), torch.float32)
+        found = model.model.rotary_emb.inv_freq
+        assert torch.allclose(found, (10000.0 * 4 ** (64 / 62)) ** -pairs)
+        assert float(found[-1]) == pytest.approx(float(plain[-1]) / 4)  # the slowest by the factor
+        assert float(found[0]) == 1  # the fastest not at all
+        return
+    found, temperature = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if kind == "linear":
+        assert torch.allclose(found, plain / 4)
+        return
+    assert float(found[0]) == pytest.approx(1)
+    assert float(found[-1]) == pytest.approx(float(plain[-1]) / 4)
+    assert temperature == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_feeds_are_for_blocks_that_are_known() -> None:
+    config = AutoConfig.for_model("gpt_neox", num_hidden_layers=1, hidden_size=64)
+    assert feeds(config, nn.Module()) == []
