@@ -139,6 +139,13 @@ def _faster(figures: Figures) -> Iterator[Finding]:
 def _closeness(figures: Figures) -> Iterator[Finding]:
     close = figures["fidelity"]
     if not close:
+        if figures["quantize"]:
+            kl = significant(figures["quantize"]["heldout_kl"]["after"])
+            yield Finding(
+                "Closeness",
+                f"Held-out KL to the original was {kl} nats a token after quantization; the "
+                "checkpoint itself was not scored.",
+            )
         return
     before, after = close["ppl"]["before"], close["ppl"]["after"]
     text = f"KL to the original is {significant(close['kl'])} nats a token"

@@ -503,6 +503,16 @@ def test_every_stage_may_be_missing(tmp_path: Path, left_out: str) -> None:
         assert found["stages"] == []
 
 
+def test_without_scores_the_quantizer_is_quoted(tmp_path: Path) -> None:
+    said = {
+        f["about"]: f["text"] for f in figures(fixture(tmp_path, "score"))["verdict"]["findings"]
+    }
+    assert said["Closeness"] == (
+        "Held-out KL to the original was 0.0131 nats a token after quantization; "
+        "the checkpoint itself was not scored."
+    )
+
+
 def test_stages_that_changed_nothing(run: SimpleNamespace) -> None:
     run.manifests["extend"]["metrics"] = {
         "method": None,
