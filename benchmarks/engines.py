@@ -16,6 +16,7 @@ them: docs/engines.md.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ HERE = Path(__file__).parent
 VLLM_PYTHON = HERE.parent / ".venv-vllm/bin/python"
 OURS = ("native", "exact", "jittered")  # native first: all others score its text
 PEERS = ("transformers", "vllm")
+LOG_PREFIX = re.compile(r"^\(.*?pid=\d+\) \w+ [\d-]+ [\d:]+ \[[^\]]*\]")
 VLLM_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
@@ -68,10 +70,13 @@ def ask(engine: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def reason(output: str) -> str:
-    """The first error that a worker's output tells of: what came first is the cause."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error: " in line] or lines or ["no output"]
-    return errors[0][-500:]
+    """The first error that a worker's output tells of, with what follows a colon: the cause."""
+    lines = [
+        line for line in (LOG_PREFIX.sub("", raw).strip() for raw in output.split("\n")) if line
+    ]
+    first = next((i for i, line in enumerate(lines) if "Error: " in line), len(lines) - 1)
+    following = 4 if lines and lines[first].endswith(":") else 1
+    return " ".join(lines[first : first + following]) or "no output"
 
 
 def compare(
@@ -173,6 +178,7 @@ def run(folder: Path, engines: list[str], new_tokens: int) -> dict[str, Any]:
     quantization = config.get("quantization_config")
     spec = read_quantization_config(quantization)[0] if quantization else None
     return {
+        "checkpoint": folder.name if folder.is_absolute() else str(folder),
         "scheme": spec.scheme if spec else "16 bit",
         "prompts": questions,
         "new_tokens": new_tokens,
