@@ -1,1 +1,1 @@
-"""Take a Transformer language model from what it is to what can be deployed, and say what it cost."""
+"""Take a language model from what it is to what can be deployed, and say what it cost."""

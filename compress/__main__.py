@@ -37,7 +37,9 @@ def check_arguments(arguments: list[str]) -> None:
     listing = "\n".join(f"  {name:16} {line}" for name, line in recipes().items())
     wanted = values.get("recipe")
     if wanted is None:
-        raise UserError(f"no recipe given; python -m compress recipe=NAME, with NAME one of\n{listing}")
+        raise UserError(
+            f"no recipe given; python -m compress recipe=NAME, with NAME one of\n{listing}"
+        )
     for name in wanted.split(","):
         if name not in recipes():
             raise UserError(f"recipe={name}: no such recipe; there are\n{listing}")

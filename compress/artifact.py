@@ -1,8 +1,8 @@
 """What a stage leaves on disk: a folder, written aside and renamed, and a manifest, written last.
 
-    stages/quantize/         the artifact
-    stages/quantize.json     its manifest: without it there is no artifact
-    stages/quantize.partial/ what an interrupted run has done: key.json, out/, work/
+stages/quantize/         the artifact
+stages/quantize.json     its manifest: without it there is no artifact
+stages/quantize.partial/ what an interrupted run has done: key.json, out/, work/
 """
 
 import hashlib

@@ -149,7 +149,7 @@ def write(
     if len(shards) == 1:
         shards[0][0].rename(folder / SINGLE)
     else:
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, (file, names) in enumerate(shards, 1):
             final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             file.rename(folder / final)
@@ -174,13 +174,19 @@ def rewrite(
 
 def reshard(source: Path, folder: Path, *, shard_bytes: int) -> None:
     """Make `folder` the model of `source` in shards of at most `shard_bytes`, or linked as it is
-    where a single file will do."""
+    where a single file will do.
+    """
     files = TensorFiles.files(source)
     if sum(file.stat().st_size for file in files) <= shard_bytes and len(files) == 1:
         hand_on(source, folder)
         return
     tensors = TensorFiles(source)
-    parts = ({name: tensors[name]} for file in files for name in sorted(tensors) if tensors.file_of[name] == file)
+    parts = (
+        {name: tensors[name]}
+        for file in files
+        for name in sorted(tensors)
+        if tensors.file_of[name] == file
+    )
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     write(folder, parts, config, source, shard_bytes=shard_bytes)
 
@@ -204,7 +210,8 @@ def link_or_copy(file: Path, target: Path) -> None:
 def copy_companions(source: Path, folder: Path) -> None:
     """Copy what a model folder holds beside its weights: tokenizer, chat template, generation
     config, licence. The chat template is also put into tokenizer_config.json, since not every
-    engine reads chat_template.jinja."""
+    engine reads chat_template.jinja.
+    """
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix not in WEIGHTS and file.name not in LEFT_BEHIND:
             shutil.copyfile(file, folder / file.name)

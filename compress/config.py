@@ -101,7 +101,8 @@ class Config:
     def section(self, name: str) -> Any:
         """A section as plain data, for fingerprints and the report."""
         value = getattr(self, name)
-        return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+        is_section = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        return dataclasses.asdict(value) if is_section else value
 
 
 def register() -> None:
@@ -111,11 +112,12 @@ def register() -> None:
 
 def typed(config: DictConfig) -> Config:
     """The composed configuration as objects. All that is wrong is collected and raised at once."""
-    sections, problems = {}, []
-    for name in config:
+    sections: dict[str, Any] = {}
+    problems: list[str] = []
+    for name in map(str, config):
         try:
             value = config[name]
-            sections[str(name)] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+            sections[name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except ConfigError as error:
             problems += error.problems
         except OmegaConfBaseException as error:

@@ -146,8 +146,10 @@ def _rows(data: Data, path: str) -> list[dict[str, Any]]:
         loader = LOADERS.get(local.suffix)
         if loader is None:
             raise UserError(f"{path}: ends in {local.suffix!r}; wanted .txt, .jsonl or .parquet")
-        options = {"sample_by": "document"} if loader == "text" else {}
-        name, arguments = loader, {"data_files": str(local), "split": "train", **options}
+        name = loader
+        arguments: dict[str, str | None] = {"data_files": str(local), "split": "train"}
+        if loader == "text":
+            arguments["sample_by"] = "document"
     elif local.suffix in LOADERS or local.is_absolute() or path.startswith("."):
         raise UserError(f"{path}: no such file; wanted a .txt, .jsonl or .parquet file for data")
     else:
@@ -226,9 +228,9 @@ def windows(
     if docs and isinstance(docs[0], list):
         return _chat_windows(docs, tokenizer, count, length, seed, description)
     start = _leading_ids(tokenizer)
-    ids = tokenizer(
-        "\n\n".join(str(d) for d in docs), add_special_tokens=False, verbose=False
-    )["input_ids"]
+    ids = tokenizer("\n\n".join(str(d) for d in docs), add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
     body = length - len(start)
     available = len(ids) // body
     if available == 0:

@@ -20,7 +20,8 @@ FILE = "heldout.safetensors"
 @dataclass(frozen=True)
 class Distance:
     """kl: KL(original || model), nats a token. top1: share of tokens with the same first choice.
-    ppl: the model's perplexity on the text."""
+    ppl: the model's perplexity on the text.
+    """
 
     kl: float
     top1: float

@@ -239,9 +239,7 @@ class BlockModel:
                     f"{self.folder}: {full} holds NaN or Inf; wanted finite weights: "
                     "fetch the model again or repair that layer"
                 )
-            set_module_tensor_to_device(
-                module, name, self.device, value=value, dtype=self.dtype
-            )
+            set_module_tensor_to_device(module, name, self.device, value=value, dtype=self.dtype)
 
 
 def skeleton(

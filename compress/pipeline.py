@@ -154,14 +154,17 @@ def _refuse_changes(steps: list[Step], config: Config) -> None:
 
 def _settings(stage: Stage, key: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a key that the user sets. Changed inputs are told at the stage that makes them;
-    figures that nothing is made from follow what they describe without being asked."""
+    figures that nothing is made from follow what they describe without being asked.
+    """
     dropped = {"inputs"} | (set(stage.shares) if stage.gives is None else set())
     return {name: value for name, value in key.items() if name not in dropped}
 
 
 def _run_steps(config: Config, steps: list[Step]) -> bool:
     """Run what has to run; True where anything did."""
-    artifacts, manifests, ran = {}, {}, False
+    artifacts: dict[str, Path] = {}
+    manifests: dict[str, dict[str, Any]] = {}
+    ran = False
     forced = _forced(config, steps)
     if not isinstance(steps[0].stage, source.Source):
         artifacts["dense"] = source.locate(config.model)

@@ -171,6 +171,7 @@ class Source:
 
 
 def convert_gguf(file: Path, out: Path, dtype: str) -> None:
+    """Write the model and tokenizer of a GGUF file as a Hugging Face folder, weights in `dtype`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     logger.info(f"  {file.name}: from GGUF to safetensors")

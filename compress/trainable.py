@@ -23,8 +23,10 @@ class ScaleLinear(nn.Module):
     def __init__(self, weight: QTensor, bias: Tensor | None) -> None:
         super().__init__()
         self.spec = weight.spec
+        self.ints: Tensor
         self.register_buffer("ints", weight.ints)
         self.weight_scale = nn.Parameter(weight.scales.float())
+        self.bias: Tensor | None
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +64,7 @@ def scales(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 def norms_and_attention_inputs(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The norms, and what makes Q and K (and V, where it is in 16 bit), by name."""
-    found = {}
+    found: dict[str, nn.Parameter] = {}
     for name, module in model.named_modules():
         is_norm = type(module).__name__.endswith("Norm")
         is_input = isinstance(module, nn.Linear) and ATTENTION_INPUTS.search(name) is not None

@@ -17,7 +17,8 @@ KEEP_EVERY = 10  # steps between two states on disk
 @dataclass(frozen=True)
 class Schedule:
     """steps in all; the learning rate rises over `warmup` of them and falls as a cosine to a tenth.
-    The model is measured `measures` times. Gradients are cut at norm `clip`."""
+    The model is measured `measures` times. Gradients are cut at norm `clip`.
+    """
 
     steps: int
     warmup: float = 0.1
@@ -40,7 +41,7 @@ class Schedule:
 
 @dataclass
 class History:
-    """The measured curve, points of {step, kl}, and where its lowest stands; step 0 is the start."""
+    """The measured curve, points of {step, kl}, and its lowest; step 0 is the start."""
 
     curve: list[dict[str, Any]] = field(default_factory=list)
     best_step: int = 0
@@ -74,7 +75,9 @@ def train(
     measure(): the held-out figure, lower is better, taken with the parameters rounded to `dtype`
     as they will be stored. Killed at any step, the same call ends with the same bytes.
     """
-    parameters = {name: p.requires_grad_() for _, group in groups for name, p in group.items()}
+    parameters = {name: p for _, group in groups for name, p in group.items()}
+    for parameter in parameters.values():
+        parameter.requires_grad_()
     optimizer = torch.optim.AdamW(
         [{"params": list(group.values()), "lr": lr} for lr, group in groups],
         betas=(0.9, 0.95),

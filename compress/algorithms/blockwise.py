@@ -16,7 +16,8 @@ from compress.structure import Feed
 class LayerReport:
     """What was done to a linear. error and error_rtn: |Y - Y'| / |Y| on the calibration rows,
     of what is kept and of plain rounding. smooth: strength of the smoothing of its input, if any.
-    clip: mean over its groups, 1 where nothing is cut."""
+    clip: mean over its groups, 1 where nothing is cut.
+    """
 
     name: str
     error: float
@@ -46,7 +47,7 @@ def smooth_block(
         targets = [name for name in feed.targets if name in quantized]
         if not targets:
             continue
-        weights = [block.get_submodule(name).weight for name in targets]
+        weights = [weight_of(block, name) for name in targets]
         scales, strength = search_strength(
             even_rows(statistics[f"{targets[0]}.rows"], weights),
             statistics[f"{targets[0]}.{size}"],
@@ -59,7 +60,7 @@ def smooth_block(
             continue
         _divide_outputs(block.get_submodule(feed.source), scales, feed)
         for name in feed.targets:
-            block.get_submodule(name).weight.mul_(scales)
+            weight_of(block, name).mul_(scales)
             divided[name], strengths[name] = scales, strength
     return divided, strengths
 
@@ -68,12 +69,13 @@ def _divide_outputs(source: nn.Module, scales: Tensor, feed: Feed) -> None:
     """Divide the output channels of a norm or a linear; a value head read often, once."""
     if feed.repeat > 1:
         scales = scales.reshape(-1, feed.repeat, feed.head)[:, 0].reshape(-1)
-    if source.weight.ndim == 2:
-        source.weight.div_(scales.unsqueeze(1))
-        if source.bias is not None:
-            source.bias.div_(scales)
-    else:
-        source.weight.div_(scales)
+    for parameter in source.parameters():  # a norm's weight [K]; a linear's [K, ...] and bias [K]
+        parameter.div_(scales.unsqueeze(1) if parameter.ndim == 2 else scales)
+
+
+def weight_of(block: nn.Module, name: str) -> Tensor:
+    """The weight [N, K] of the linear `name` of the block."""
+    return block.get_parameter(f"{name}.weight")
 
 
 def quantize_linear(

@@ -56,7 +56,9 @@ def search_strength(
     for strength in STRENGTHS:
         scales = tied(smoothing_scales(activations, weights, strength, spec), *tie)
         smoothed = inputs.float() / scales
-        loss = sum(output_error(inputs, smoothed, w, w.float() * scales, spec, dtype) for w in weights)
+        loss = sum(
+            output_error(inputs, smoothed, w, w.float() * scales, spec, dtype) for w in weights
+        )
         if loss < least:
             best, chosen, least = scales, strength, loss
     return best, chosen

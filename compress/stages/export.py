@@ -41,7 +41,7 @@ class Export:
         source = run.artifacts["quantized"]
         checkpoint.reshard(source, out, shard_bytes=int(self.shard_gb * 1e9))
         metrics = {name: manifest["metrics"] for name, manifest in run.manifests.items()}
-        card = model_card(run.config.recipe, run.config.model.name, metrics)
+        card = model_card(run.config.recipe, run.config.model.path, metrics)
         write_text(out / "README.md", card)
 
         verified = self._verify(run, source, out, metrics)
@@ -59,9 +59,7 @@ class Export:
             "verified": verified,
         }
 
-    def _verify(
-        self, run: Run, source: Path, out: Path, metrics: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _verify(self, run: Run, source: Path, out: Path, metrics: dict[str, Any]) -> dict[str, Any]:
         """Read everything back: each tensor once and equal, tokenizer whole, the same KL."""
         wanted, found = TensorFiles(source), TensorFiles(out)
         if wanted.keys() != found.keys():
@@ -78,7 +76,11 @@ class Export:
             GenerationConfig.from_pretrained(out)
         model = load(out, device=run.config.device, dtype=torch.float32)
         measured = heldout.distance(model, run.artifacts["statistics"])
-        last = [metrics[s]["heldout_kl"]["after"] for s in CHANGES_WEIGHTS if "heldout_kl" in metrics.get(s, {})]
+        last = [
+            metrics[s]["heldout_kl"]["after"]
+            for s in CHANGES_WEIGHTS
+            if "heldout_kl" in metrics.get(s, {})
+        ]
         difference = abs(measured.kl - last[-1]) if last else None
         if difference is not None and difference > SAME * max(1.0, measured.kl):
             raise UserError(

@@ -134,9 +134,7 @@ class Plan:
 def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:
     room = memory["given"] - memory["total"] + memory["kv_cache"]
     most = max(0, room // (per_token * memory["batch"]))
-    way_out = (
-        f"at this batch {most} tokens fit: plan.tokens={most}" if most else "take fewer bits"
-    )
+    way_out = f"at this batch {most} tokens fit: plan.tokens={most}" if most else "take fewer bits"
     return (
         f"plan: {memory['total'] / 1e9:.2f} GB needed (weights {memory['weights'] / 1e9:.2f}, "
         f"KV cache {memory['kv_cache'] / 1e9:.2f} for {memory['batch']} x {memory['tokens']} "
@@ -211,4 +209,3 @@ def activation_bytes(config: PretrainedConfig, batch: int, tokens: int) -> int:
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     prefill = tokens * (2 * text.hidden_size + 2 * wide) * SIXTEEN_BIT
     return prefill + batch * text.vocab_size * 4
-

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress import checkpoint, engines, heldout
-from compress.algorithms.blockwise import LayerReport, quantize_linear, smooth_block
+from compress.algorithms.blockwise import LayerReport, quantize_linear, smooth_block, weight_of
 from compress.artifact import write_json
 from compress.errors import ConfigError
 from compress.log import logger, progress
@@ -125,11 +125,11 @@ class Quantize:
     ) -> tuple[dict[str, Tensor], list[LayerReport]]:
         """The tensors of block `index` as the checkpoint holds them, and what was done."""
         prefix = f"{model.block_name(index)}."
-        local = {name.removeprefix(prefix): value for name, value in statistics.items()}
+        local = {n.removeprefix(prefix): t.to(model.device) for n, t in statistics.items()}
         quantized = {n.removeprefix(prefix) for n in chosen.quantize if n.startswith(prefix)}
         tensors, reports = {}, []
         with model.block(index) as block:
-            original = {name: block.get_submodule(name).weight.clone() for name in quantized}
+            original = {name: weight_of(block, name).clone() for name in quantized}
             divided: dict[str, Tensor] = {}
             strengths: dict[str, float] = {}
             if self.smooth:
@@ -146,7 +146,7 @@ class Quantize:
                     prefix + linear,
                     original[linear],
                     parameter,
-                    local[f"{linear}.rows"].to(model.device),
+                    local[f"{linear}.rows"],
                     divided.get(linear),
                     strengths.get(linear),
                     chosen.spec,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import SMALL
 from safetensors.torch import load_file, save_file
+from small import SMALL
 from transformers import MixtralConfig, T5Config
 
 from compress import artifact
@@ -20,9 +20,7 @@ Cli = Callable[..., str]
 
 
 @pytest.fixture
-def cli(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Cli:
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
     """Run `python -m compress` with these arguments; the message with which it ended."""
     monkeypatch.chdir(tmp_path)
 
@@ -70,7 +68,10 @@ def test_no_recipe_and_a_wrong_one_list_the_recipes(cli: Cli) -> None:
         ("plan.memory=lots", "plan.memory is 'lots'; wanted a size such as 24GB"),
         ("extend.method=stretch", "extend.method is 'stretch'; wanted one of ntk, yarn, linear"),
         ("data.length=2", "data.length is 2; wanted at least 16"),
-        ("model.path=/no/such/folder", "model.path=/no/such/folder: no such model; wanted a folder"),
+        (
+            "model.path=/no/such/folder",
+            "model.path=/no/such/folder: no such model; wanted a folder",
+        ),
         ("data.path=nowhere.txt", "nowhere.txt: no such file; wanted a .txt, .jsonl or .parquet"),
         ("stages=[quantize]", "quantize needs"),
     ],
@@ -81,7 +82,9 @@ def test_a_field_that_cannot_be(cli: Cli, tiny_model: Path, argument: str, said:
 
 
 def test_all_that_is_wrong_is_said_at_once(cli: Cli) -> None:
-    message = cli("recipe=tiny", "quantize.bits=5", "quantize.activation_bits=null", "data.samples=0")
+    message = cli(
+        "recipe=tiny", "quantize.bits=5", "quantize.activation_bits=null", "data.samples=0"
+    )
     assert "quantize.bits is 5" in message
     assert "data.samples is 0" in message
 
@@ -162,9 +165,7 @@ def test_an_output_folder_that_cannot_be(cli: Cli, tiny_model: Path) -> None:
     assert "out=file/run: cannot be written" in message
 
 
-def test_a_disk_that_fills_up(
-    cli: Cli, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up(cli: Cli, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: Path, text: str) -> None:
         if file.name == "config.json":
             raise OSError(errno.ENOSPC, "No space left on device", str(file))

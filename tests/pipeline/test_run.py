@@ -40,7 +40,9 @@ def test_report_holds_what_it_promises(finished: Path) -> None:
     assert report["fidelity"]["ppl"]["before"] > 1
     assert {t["name"] for t in report["tasks"]} == {"knowledge"}
     for side in ("before", "after"):
-        assert report["latency"][side]["ttft_ms"]["p95"] >= report["latency"][side]["ttft_ms"]["p50"]
+        assert (
+            report["latency"][side]["ttft_ms"]["p95"] >= report["latency"][side]["ttft_ms"]["p50"]
+        )
         assert report["latency"][side]["decode_tokens_per_s"] > 0
     assert [s["name"] for s in report["stages"]] == [s for s in STAGES if s != "report"]
     assert all(s["peak_rss_bytes"] > 10**8 and s["skipped"] is False for s in report["stages"])
@@ -75,7 +77,9 @@ def test_checkpoint_loads_in_transformers_with_the_doubled_window(finished: Path
     assert torch.equal(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
 
 
-def test_second_run_does_nothing(small: Small, finished: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_run_does_nothing(
+    small: Small, finished: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before = {f: f.stat().st_mtime_ns for f in finished.rglob("*") if f.is_file()}
     before = {f: t for f, t in before.items() if f.name not in (".lock", "log.txt")}
     config = small()
@@ -96,7 +100,9 @@ def test_changed_field_is_refused_by_name_then_rebuilt_by_force(small: Small) ->
     out = Path(small().out or "")
     pipeline.run(small(stages))
     before = files(out / "stages" / "quantize")
-    with pytest.raises(UserError, match=r"quantize\.clip was true, is now false.*force=\[quantize\]"):
+    with pytest.raises(
+        UserError, match=r"quantize\.clip was true, is now false.*force=\[quantize\]"
+    ):
         pipeline.run(small(stages, "quantize.clip=false"))
     assert files(out / "stages" / "quantize") == before
     calibrated = (out / "stages" / "calibrate.json").stat().st_mtime_ns
@@ -107,7 +113,7 @@ def test_changed_field_is_refused_by_name_then_rebuilt_by_force(small: Small) ->
 
 def test_only_runs_one_stage_from_what_is_on_disk(small: Small) -> None:
     out = Path(small().out or "")
-    with pytest.raises(UserError, match="quantize needs statistics.*only=calibrate"):
+    with pytest.raises(UserError, match=r"quantize needs statistics.*only=calibrate"):
         pipeline.run(small("only=quantize"))
     pipeline.run(small("stages=[plan,calibrate,quantize]", "only=calibrate"))
     assert sorted(p.name for p in (out / "stages").glob("*.json")) == ["calibrate.json"]

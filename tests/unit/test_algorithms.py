@@ -151,7 +151,12 @@ def test_smoothing_a_block_does_not_change_what_it_computes() -> None:
     divided, strengths = smooth_block(
         block, feeds(config, block), statistics, every, W8A8, torch.float32
     )
-    assert {"self_attn.o_proj", "mlp.down_proj", "mlp.gate_proj", "self_attn.q_proj"} <= divided.keys()
+    assert {
+        "self_attn.o_proj",
+        "mlp.down_proj",
+        "mlp.gate_proj",
+        "self_attn.q_proj",
+    } <= divided.keys()
     assert strengths.keys() == divided.keys()
     assert torch.allclose(model(ids).logits, before, atol=1e-3, rtol=1e-3)
 
