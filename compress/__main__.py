@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 
 from compress import config as schema
 from compress.errors import UserError
@@ -72,6 +73,8 @@ def told_plainly() -> Iterator[None]:
         if error.errno is None:
             raise
         _end(f"{error.filename or 'disk'}: {os.strerror(error.errno)}; what is done stays on disk")
+    except SafetensorError as error:  # a full disk, where safetensors itself writes
+        _end(f"{error}; what is done stays on disk")
     except KeyboardInterrupt:
         _end("stopped; the same command goes on from here", status=130)
 

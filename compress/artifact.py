@@ -81,7 +81,7 @@ class Artifact:
 
     def manifest(self) -> dict[str, Any] | None:
         """The manifest of a finished artifact, or None."""
-        if not self.manifest_file.exists():
+        if not self.manifest_file.exists() or not self.folder.is_dir():
             return None
         return json.loads(self.manifest_file.read_text())
 
@@ -94,21 +94,30 @@ class Artifact:
         """Make the partial folder ready; True where an interrupted run with this key goes on."""
         resumed = self.partial_key() == key
         if not resumed:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            self._clear()
+        # What a killed run was in the middle of writing (`.tmp...` are those of safetensors).
+        for file in list(self.partial.rglob("*")):
+            if file.is_file() and (file.suffix == ".tmp" or file.name.startswith(".tmp")):
+                file.unlink()
         self.out.mkdir(parents=True, exist_ok=True)
         self.work.mkdir(exist_ok=True)
         write_json(self.partial / "key.json", key)
         return resumed
 
-    def discard(self) -> None:
-        """Forget a finished artifact's manifest and any partial work."""
-        self.manifest_file.unlink(missing_ok=True)
-        shutil.rmtree(self.partial, ignore_errors=True)
-
     def finish(self, manifest: Mapping[str, Any]) -> None:
         """Put the written folder in its place, then the manifest, then let the scratch go."""
+        # Written before anything moves: on a full disk the partial work stays whole.
+        written = self.partial / "manifest.json"
+        write_json(written, manifest)
         self.manifest_file.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+        # Scratch without its `out` must not be gone on from.
+        (self.partial / "key.json").unlink()
         self.out.rename(self.folder)
-        write_json(self.manifest_file, manifest)
-        shutil.rmtree(self.partial)
+        written.rename(self.manifest_file)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Remove the partial folder, its key first: what is left of it counts for nothing."""
+        (self.partial / "key.json").unlink(missing_ok=True)
+        shutil.rmtree(self.partial, ignore_errors=True)

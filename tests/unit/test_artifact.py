@@ -48,6 +48,46 @@ def test_the_old_result_stands_until_the_new_one_is_whole(tmp_path: Path) -> Non
     assert artifact.manifest() == {"key": KEY}
 
 
+def test_what_a_killed_run_was_writing_is_not_gone_on_from(tmp_path: Path) -> None:
+    artifact = make(tmp_path)
+    artifact.begin(KEY)
+    (artifact.work / "block_0").write_text("done")
+    for name in (".tmpA1b2C3", "shard-00000.tmp", ".config.json.tmp"):
+        (artifact.out / name).write_text("half")
+    assert artifact.begin(KEY) is True
+    assert not list(artifact.out.iterdir())
+    assert (artifact.work / "block_0").exists()
+
+
+def test_scratch_whose_result_has_moved_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = make(tmp_path)
+    artifact.begin(KEY)
+    (artifact.work / "block_0").write_text("done")
+    rename = Path.rename
+
+    def dying(self: Path, target: Path) -> Path:
+        if target == artifact.manifest_file:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", dying)
+    with pytest.raises(KeyboardInterrupt):
+        artifact.finish({"key": KEY})
+    assert artifact.manifest() is None
+    assert artifact.begin(KEY) is False
+    assert not (artifact.work / "block_0").exists()
+
+
+def test_a_manifest_without_its_folder_is_no_artifact(tmp_path: Path) -> None:
+    artifact = make(tmp_path)
+    artifact.begin(KEY)
+    artifact.finish({"key": KEY})
+    artifact.folder.rmdir()
+    assert artifact.manifest() is None
+
+
 def test_differences_name_each_field_with_both_values() -> None:
     new = {**KEY, "quantize": {"bits": 4, "keep": ["*.0.*"]}}
     assert differences(KEY, new) == [
