@@ -47,7 +47,8 @@ class Config:
     engine: what will serve the checkpoint: any, vllm, sglang, transformers, or native (our own
         runtime, which serves v_proj quantized too).
     stages: which stages run, in the order of the pipeline. only: this one stage, from what is on
-        disk. force: rebuild from the first of these stages on.
+        disk. force: rebuild from the first of these stages on; `source` is what comes before
+        them where the model is no folder yet.
     """
 
     recipe: str = "???"
@@ -78,11 +79,17 @@ class Config:
             ("engine", [self.engine], ENGINES),
             ("stages", self.stages, STAGES),
             ("only", [self.only] if self.only else [], STAGES),
-            ("force", self.force, STAGES),
+            ("force", self.force, ("source", *STAGES)),
         ):
             for found in value:
                 if found not in choices:
                     problems.append(f"{name} is {found!r}; wanted one of {', '.join(choices)}")
+        for name, named in (("only", [self.only] if self.only else []), ("force", self.force)):
+            problems += [
+                f"{name} is {found!r}, which stages=[{','.join(self.stages)}] leaves out; add it"
+                for found in named
+                if found in STAGES and found not in self.stages
+            ]
         if self.device == "cuda" and not torch.cuda.is_available():
             problems.append("device is cuda, but torch sees no GPU here; use device=cpu")
         if not self.stages:

@@ -1,5 +1,6 @@
 """What this runs on, and how much memory it takes."""
 
+import gc
 import os
 import platform
 import resource
@@ -55,6 +56,12 @@ def high_water() -> int:
                 return int(line.split()[1]) * 1024
     unit = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def release_memory() -> None:
+    """Give back the GPU memory of models that are gone, for other processes and the free count."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def packages() -> dict[str, str]:

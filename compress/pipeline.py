@@ -1,8 +1,6 @@
 """The order of the stages: what can be skipped, what goes on, what is refused."""
 
 import fcntl
-import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from compress import data, log, source
 from compress.artifact import Artifact, differences, fingerprint, write_text
 from compress.config import Config
 from compress.errors import UserError
-from compress.machine import PeakMemory, hardware, packages
+from compress.machine import PeakMemory, hardware, packages, release_memory
 from compress.stage import Run, Stage
 
 logger = log.logger
@@ -71,7 +69,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     if path is not None and path.is_dir():
         source.read_config(path, config.model.trust_remote_code)
     content = source.fingerprint(path) if path else source.TINY
-    text = Path(config.score.text or "")
+    text = Path(config.score.text or "").expanduser()
     shared = {
         "model": _by_content(config.section("model"), content),
         "data": _by_content(config.section("data"), data.fingerprint(config.data)),
@@ -86,11 +84,12 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
         stages.insert(0, source.Source())
 
     steps: list[Step] = []
+    absent: set[str] = set()  # neither on disk nor run now: nothing is made from them
     for stage in stages:
         missing = [k for k in stage.needs if k != MANIFESTS and k not in kinds]
         if missing:
             raise UserError(_missing(stage.name, missing, config))
-        earlier = {s.name: fingerprint(s.key) for s in steps}
+        earlier = {s.name: fingerprint(s.key) for s in steps if s.name not in absent}
         key = {
             "stage": stage.name,
             "version": stage.version,
@@ -100,10 +99,13 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
         }
         artifact = Artifact(stage.name, _folder(stage.name, out), out / "stages")
         manifest = artifact.manifest()
-        if config.only not in (None, stage.name) and manifest is not None:
-            key = manifest["key"]  # the stage that runs alone takes the others as they are
+        if config.only not in (None, stage.name):
+            if manifest is not None:
+                key = manifest["key"]  # the stage that runs alone takes the others as they are
+            elif stage.name != "source":
+                absent.add(stage.name)
         steps.append(Step(stage, artifact, key))
-        if stage.gives is not None:
+        if stage.gives is not None and not (stage.name in absent and stage.gives in kinds):
             kinds[stage.gives] = fingerprint(key)
     _refuse_changes(steps, config)
     return steps
@@ -206,6 +208,7 @@ def _run_step(
     with PeakMemory() as memory:
         inputs = Run(config, artifacts, step.artifact.work, manifests)
         metrics = step.stage.run(inputs, step.artifact.out)
+    release_memory()
     seconds = time.monotonic() - clock
     manifest = {
         "stage": step.name,
@@ -252,8 +255,3 @@ def _own(out: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise UserError(f"out={out}: another run is at work there; wait for it") from error
         yield
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes that can still be written where `folder` lies."""
-    return shutil.disk_usage(folder if folder.exists() else os.curdir).free

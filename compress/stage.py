@@ -31,7 +31,8 @@ class Stage(Protocol):
     """One step of the pipeline: a dataclass whose fields are its configuration.
 
     name: the word for it in `stages=`, `only=` and `force=`.
-    version: raised whenever the same settings would give another result; rebuilds old artifacts.
+    version: raised whenever the same settings would give another result; an old artifact is
+        then refused as for a changed field.
     needs: kinds of artifact it reads. gives: the kind it makes, or None for figures alone.
     shares: the sections of the configuration beside its own that its result depends on.
     """

@@ -12,6 +12,7 @@ from compress.errors import ConfigError, UserError
 from compress.kernels.backend import BACKENDS, pick_backend
 from compress.kernels.check import MAX_RELATIVE_ERROR, check_linear
 from compress.log import logger
+from compress.machine import release_memory
 from compress.runtime.footprint import footprint
 from compress.runtime.generate import chat_prompt, generate
 from compress.runtime.latency import summarize, time_models
@@ -76,6 +77,7 @@ class Serve:
             f"to {kernel_check['max_relative_error']:.4f}"
         )
         del model
+        release_memory()
 
         footprints = {
             name: footprint(
