@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -60,6 +61,11 @@ class Data:
         ]
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def source(self) -> str:
+        """Words for where the text comes from."""
+        return Path(self.path).name if self.path else PYTHON_DOCS
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ def documents(data: Data, path: str | None) -> list[Document]:
         if data.messages and not _is_chat(value):
             raise UserError(
                 f"{path}: record {number}: {column!r} holds {type(value).__name__}, "
-                "wanted a list of {role, content}; plain text goes by data.field=..."
+                "wanted a list of {role, content}, both text; plain text goes by data.field=..."
             )
         if not data.messages and not isinstance(value, str):
             raise UserError(
@@ -134,7 +140,8 @@ def documents(data: Data, path: str | None) -> list[Document]:
 
 def _is_chat(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in value
     )
 
 
@@ -172,30 +179,30 @@ def split(data: Data) -> tuple[list[Document], list[Document], str]:
     Of many documents every tenth is held out; of a few long texts, the last tenth.
     """
     everything = documents(data, data.path)
-    source = Path(data.path).name if data.path else PYTHON_DOCS
     if data.heldout is not None:
         return everything, documents(data, data.heldout), Path(data.heldout).name
     if len(everything) >= 2 * HELD_OUT:
         held = everything[HELD_OUT - 1 :: HELD_OUT]
         rest = [d for i, d in enumerate(everything) if i % HELD_OUT != HELD_OUT - 1]
-        return rest, held, f"every tenth document of {source}"
+        return rest, held, f"every tenth document of {data.source}"
     if data.messages:
         raise UserError(
-            f"{source}: {len(everything)} conversations; wanted at least {2 * HELD_OUT}, "
+            f"{data.source}: {len(everything)} conversations; wanted at least {2 * HELD_OUT}, "
             "or another file to measure on by data.heldout=..."
         )
     text = "\n\n".join(str(d) for d in everything)
     cut = len(text) - len(text) // HELD_OUT
-    return [text[:cut]], [text[cut:]], f"the last tenth of {source}"
+    return [text[:cut]], [text[cut:]], f"the last tenth of {data.source}"
 
 
 def heldout_text(data: Data) -> tuple[str, str]:
     """The held-out part as one string, with words for where it comes from."""
     _, held, description = split(data)
-    return "\n\n".join(_plain(d) for d in held), description
+    return "\n\n".join(plain(d) for d in held), description
 
 
-def _plain(document: Document) -> str:
+def plain(document: Document) -> str:
+    """A document as text: a conversation is what was said, a line a message."""
     if isinstance(document, str):
         return document
     return "\n".join(message["content"] for message in document)
@@ -204,7 +211,9 @@ def _plain(document: Document) -> str:
 def fingerprint(data: Data) -> str:
     """A hash of what the data say, so that a changed file is noticed; of its name, for the hub."""
     if data.path and not Path(data.path).expanduser().exists() and Path(data.path).suffix == "":
-        return f"hub:{data.path}@{data.revision}:{data.subset}:{data.split}"
+        name = f"hub:{data.path}@{data.revision}:{data.subset}:{data.split}"
+        file = Path(data.heldout or "").expanduser()
+        return f"{name}:{hashlib.sha256(file.read_bytes()).hexdigest()}" if file.is_file() else name
     rest, held, _ = split(data)
     content = json.dumps([rest, held], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(content.encode()).hexdigest()
@@ -277,7 +286,13 @@ def _chat_windows(
     template_tokens = 0
     for row, index in enumerate(chosen):
         messages = docs[index]
-        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        try:
+            rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except TemplateError as error:
+            raise UserError(
+                f"{description}: conversation {index + 1} does not fit the model's chat template: "
+                f"{error}"
+            ) from error
         tokens = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         spoken = tokenizer([m["content"] for m in messages], add_special_tokens=False)  # type: ignore[index]
         template_tokens += max(0, len(tokens) - sum(map(len, spoken["input_ids"])))

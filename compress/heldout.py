@@ -31,26 +31,22 @@ class Distance:
         return asdict(self)
 
 
-def save(folder: Path, ids: Tensor, logprobs: Tensor) -> None:
-    """Keep token ids [n, T] and the original's log-probabilities [n, T, V], in float16.
+def save(folder: Path, ids: Tensor, mask: Tensor, logprobs: Tensor) -> None:
+    """Keep token ids and mask [n, T], padded on the right, and the original's log-probabilities
+    [n, T, V], in float16.
 
     That is enough: at a log-probability of -8 its step is 0.008, and the steps average out.
     """
-    save_file({"ids": ids, "logprobs": logprobs}, folder / FILE)
-
-
-def ids(folder: Path) -> Tensor:
-    """The held-out token ids [n, T]."""
-    with safe_open(folder / FILE, framework="pt") as file:
-        return file.get_tensor("ids")
+    save_file({"ids": ids, "tokens": mask.sum(1), "logprobs": logprobs}, folder / FILE)
 
 
 def _windows(folder: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """Token ids [T] and log-probabilities [T, V] of one window after the other."""
+    """Token ids [t] and log-probabilities [t, V] of one window after the other, no padding."""
     with safe_open(folder / FILE, framework="pt") as file:
         logprobs = file.get_slice("logprobs")
+        tokens = file.get_tensor("tokens").tolist()
         for index, row in enumerate(file.get_tensor("ids")):
-            yield row, logprobs[index]
+            yield row[: tokens[index]], logprobs[index, : tokens[index]]
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ class Calibrate:
     """
 
     name: ClassVar[str] = "calibrate"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = "statistics"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "device")
@@ -84,7 +84,7 @@ class Calibrate:
             save_file(collector.tensors(), out / f"block_{index:03d}.safetensors")
             _keep(run.work, index + 1, hidden, held_hidden)
 
-        perplexity = _keep_heldout(model, held_hidden, held.ids, out)
+        perplexity = _keep_heldout(model, held_hidden, held, out)
         return {
             "samples": len(windows.ids),
             "length": windows.ids.shape[1],
@@ -116,7 +116,7 @@ class Calibrate:
             count=settings.samples,
             length=length,
             seed=settings.seed,
-            description=Path(settings.path).name if settings.path else data.PYTHON_DOCS,
+            description=settings.source,
         )
         held_windows = data.windows(
             held,
@@ -280,17 +280,17 @@ def _embed(model: BlockModel, ids: Tensor, mask: Tensor, batch: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _keep_heldout(model: BlockModel, hidden: Tensor, ids: Tensor, out: Path) -> float:
+def _keep_heldout(model: BlockModel, hidden: Tensor, held: data.Windows, out: Path) -> float:
     """Write the original's log-probabilities of the held-out windows; returns its perplexity."""
     kept, losses = [], []
-    for states, row in zip(hidden, ids, strict=True):
+    for states, row, real in zip(hidden, held.ids, held.mask.sum(1).tolist(), strict=True):
         tokens = row.unsqueeze(0).to(model.device)
         logits = model.logits(states.unsqueeze(0).to(model.device), tokens)[0]
         logprobs = logits.log_softmax(-1).cpu()
-        losses.append(nn.functional.nll_loss(logprobs[:-1], row[1:]))
+        losses.append(nn.functional.nll_loss(logprobs[: real - 1], row[1:real], reduction="none"))
         kept.append(logprobs.half())
-    heldout.save(out, ids, torch.stack(kept))
-    return float(torch.stack(losses).mean().exp())
+    heldout.save(out, held.ids, held.mask, torch.stack(kept))
+    return float(torch.cat(losses).mean().exp())
 
 
 def _keep(work: Path, done: int, hidden: Tensor, held: Tensor) -> None:

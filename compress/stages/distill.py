@@ -141,7 +141,7 @@ class Distill:
             count=self.samples,
             length=self.length,
             seed=run.config.seed + 1,
-            description=Path(settings.path).name if settings.path else data.PYTHON_DOCS,
+            description=settings.source,
         )
 
     @torch.no_grad()

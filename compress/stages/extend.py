@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from compress import checkpoint, data, heldout
 from compress.algorithms import rope
@@ -29,9 +29,9 @@ class Extend:
     """How far the context window is stretched, and how the model is used to it.
 
     factor: new window over old; 1 leaves the model as it is. method: ntk (static NTK-aware: every
-    engine reads it), yarn (NTK by parts), linear. steps: of the fine-tune of Q, K and norms at the
-    new length, the integers frozen; 0: none. rate: its learning rate. batch: windows a step.
-    heldout_windows: long held-out windows on which it is measured.
+    engine reads it), yarn (NTK by parts), linear. steps: of the fine-tune of norms, Q and K (and V,
+    where it is in 16 bit) at the new length, the integers frozen; 0: none. rate: its learning rate.
+    batch: windows a step. heldout_windows: long held-out windows on which it is measured.
     """
 
     name: ClassVar[str] = "extend"
@@ -71,7 +71,7 @@ class Extend:
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         source = run.artifacts["quantized"]
         config = describe(source)
-        window = config["max_position_embeddings"]
+        window = AutoConfig.from_pretrained(source).max_position_embeddings
         if self.factor == 1:
             checkpoint.hand_on(source, out)
             logger.info(f"  off: the window of {window} tokens is kept")
@@ -154,6 +154,8 @@ class Extend:
         settings = run.config.data
         tokenizer = AutoTokenizer.from_pretrained(run.artifacts["dense"])
         rest, held, description = data.split(settings)
+        # Conversations are joined as text: one alone would leave a long window to padding.
+        rest, held = [data.plain(d) for d in rest], [data.plain(d) for d in held]
         wanted = max(1, self.steps * self.batch)
         texts = data.windows(
             rest,
@@ -161,7 +163,7 @@ class Extend:
             count=wanted,
             length=length,
             seed=run.config.seed + 2,
-            description=Path(settings.path).name if settings.path else data.PYTHON_DOCS,
+            description=settings.source,
         )
         long_held = data.windows(
             held,
@@ -178,17 +180,16 @@ def _scale(
     source: Path, folder: Path, config: dict[str, Any], method: str, factor: float, window: int
 ) -> Path:
     """The model of `source` with its RoPE scaled, as a folder of links."""
-    parameters = config.get("rope_parameters") or {
-        "rope_type": "default",
-        "rope_theta": config.get("rope_theta"),
-    }
+    # As transformers reads it: config.json has had several spellings, and leaves defaults out.
+    parsed = AutoConfig.from_pretrained(source)
+    parameters = dict(getattr(parsed, "rope_parameters", None) or {})
     if parameters.get("rope_type", "default") != "default" or not parameters.get("rope_theta"):
         raise UserError(
             f"extend: the model's RoPE is {parameters.get('rope_type')!r} already, "
             "wanted an unscaled one; use extend.factor=1"
         )
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    old = config["max_position_embeddings"]
+    head_dim = getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads
+    old = parsed.max_position_embeddings
     folder.mkdir(exist_ok=True)
     checkpoint.hand_on(source, folder)
     changed = {
