@@ -4,16 +4,15 @@ The integers need no gradient and no optimizer state, and RoPE acts on what is i
 checkpoint needs no second quantization after training.
 """
 
-import re
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from compress.engines import FUSED_QKV, QUERY_KEY, VALUE
 from compress.qtensor import QTensor
 from compress.runtime.linear import QuantLinear
 
-ATTENTION_INPUTS = re.compile(r"\.(q_proj|k_proj|v_proj|qkv_proj|query_key_value|c_attn|Wqkv)$")
+ATTENTION_INPUTS = (*QUERY_KEY, *VALUE, *FUSED_QKV)
 SMALLEST = 1e-8
 
 
@@ -67,7 +66,7 @@ def norms_and_attention_inputs(model: PreTrainedModel) -> dict[str, nn.Parameter
     found: dict[str, nn.Parameter] = {}
     for name, module in model.named_modules():
         is_norm = type(module).__name__.endswith("Norm")
-        is_input = isinstance(module, nn.Linear) and ATTENTION_INPUTS.search(name) is not None
+        is_input = isinstance(module, nn.Linear) and name.rpartition(".")[2] in ATTENTION_INPUTS
         if is_norm or is_input:
             found |= {f"{name}.{n}": p for n, p in module.named_parameters(recurse=False)}
     return found

@@ -11,7 +11,6 @@ from compress import engines
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.model import TensorFiles, linear_shapes, storage_dtype
-from compress.qtensor import QuantSpec
 from compress.source import read_config
 from compress.stage import Run
 
@@ -42,7 +41,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.memory is not None and not re.fullmatch(r"[\d.]+ ?(MB|GB|MiB|GiB)", self.memory):
+        size = r"\d+(\.\d+)? ?(MB|GB|MiB|GiB)"
+        if self.memory is not None and not re.fullmatch(size, self.memory):
             problems.append(f"plan.memory is {self.memory!r}; wanted a size such as 24GB or 80GiB")
         for name, value in (("batch", self.batch), ("tokens", self.tokens)):
             if value < 1:
@@ -62,7 +62,7 @@ class Plan:
 
         sizes = tensor_elements(folder)
         before = {part: count * SIXTEEN_BIT for part, count in by_part(sizes).items()}
-        saved = {name: saved_bytes(shapes[name], chosen.spec) for name in chosen.quantize}
+        saved = {name: engines.saved_bytes(shapes[name], chosen.spec) for name in chosen.quantize}
         after = dict(before)
         for name, fewer in saved.items():
             after[part_of(name)] -= fewer
@@ -182,14 +182,6 @@ def by_part(elements: dict[str, int]) -> dict[str, int]:
     for name, count in elements.items():
         sums[part_of(name)] += count
     return sums
-
-
-def saved_bytes(shape: tuple[int, int], spec: QuantSpec) -> int:
-    """Bytes that quantizing a 16-bit linear [N, K] saves: its scales cost 16 bit each."""
-    n, k = shape
-    stored = n * -(-k * spec.bits // 32) * 4 if spec.activation_bits is None else n * k
-    extra = 16 if spec.activation_bits is None else 0  # weight_shape, two int64
-    return n * k * SIXTEEN_BIT - stored - n * spec.groups(k) * SIXTEEN_BIT - extra
 
 
 def kv_bytes_per_token(config: PretrainedConfig) -> int:
