@@ -174,11 +174,13 @@ class BlockModel:
     def block(self, index: int) -> Iterator[nn.Module]:
         """The block with its weights in memory; they are let go at the end."""
         block = self.blocks[index]
-        self._fill(block, f"{self.block_name(index)}.", dict(block.named_parameters()))
+        parameters = dict(block.named_parameters())
+        self._fill(block, f"{self.block_name(index)}.", parameters)
         try:
             yield block
         finally:
-            block.to("meta")
+            for name in parameters:  # not the buffers, which are in no file
+                set_module_tensor_to_device(block, name, "meta")
 
     def outside_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What lies outside the blocks, as stored, read one by one; a tied head is left out."""

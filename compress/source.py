@@ -93,7 +93,13 @@ def _from_hub(model: Model) -> Path:
     if model.trust_remote_code:
         patterns.append("*.py")
     try:
-        folder = snapshot_download(model.path, revision=model.revision, allow_patterns=patterns)
+        folder = snapshot_download(
+            model.path,
+            revision=model.revision,
+            allow_patterns=patterns,
+            # The same weights again, in the layouts of other programs.
+            ignore_patterns=["*/*", "consolidated*"],
+        )
     except Exception as error:  # a dozen kinds, from DNS to a gated model
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
