@@ -10,6 +10,7 @@ import importlib
 import json
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ class Windows:
 Document = str | list[dict[str, str]]
 
 
-def python_docs() -> list[str]:
+@cache
+def python_docs() -> tuple[str, ...]:
     """English every machine has: Python's help topics, then the library's longer docstrings."""
     topics = importlib.import_module("pydoc_data.topics").topics
     documents = [topics[name].strip() for name in sorted(topics)]
@@ -103,7 +105,7 @@ def python_docs() -> list[str]:
         if text and size < PYTHON_DOCS_CHARACTERS:
             documents.append(text)
             size += len(text)
-    return documents
+    return tuple(documents)
 
 
 def documents(data: Data, path: str | None) -> list[Document]:

@@ -120,6 +120,11 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{file}: not a model that transformers knows ({reason})") from error
     engines.refuse_unsupported(config)
+    if getattr(config.get_text_config(), "max_position_embeddings", None) is None:
+        raise UserError(
+            f"{file}: {config.model_type} has no max_position_embeddings; wanted a model with "
+            "rotary positions such as Llama, Mistral or Qwen"
+        )
     return config
 
 

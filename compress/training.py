@@ -41,7 +41,7 @@ class Schedule:
 
 @dataclass
 class History:
-    """The measured curve, points of {step, kl}, and its lowest; step 0 is the start."""
+    """The measured curve, points of {step, value}, and its lowest; step 0 is the start."""
 
     curve: list[dict[str, Any]] = field(default_factory=list)
     best_step: int = 0
@@ -120,10 +120,10 @@ def _note(
     for parameter in parameters.values():
         parameter.copy_(parameter.to(dtype))
     value = measure()
-    if not history.curve or value < min(point["kl"] for point in history.curve):
+    if not history.curve or value < min(point["value"] for point in history.curve):
         history.best = {name: p.detach().to(dtype) for name, p in parameters.items()}
         history.best_step = step
-    history.curve.append({"step": step, "kl": value})
+    history.curve.append({"step": step, "value": value})
     for name, parameter in parameters.items():
         parameter.copy_(exact[name])
 

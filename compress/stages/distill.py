@@ -126,7 +126,10 @@ class Distill:
             "best_step": history.best_step,
             "tokens": steps * step_tokens,
             "kl": {"before": before, "after": after},
-            "curve": [{**p, "tokens": p["step"] * step_tokens} for p in history.curve],
+            "curve": [
+                {"step": p["step"], "tokens": p["step"] * step_tokens, "kl": p["value"]}
+                for p in history.curve
+            ],
             "kept": kept,
             "heldout_kl": {"before": before, "after": after},
             "notes": [] if kept else ["no step improved the held-out KL; the input is handed on"],
@@ -139,7 +142,7 @@ class Distill:
             rest,
             AutoTokenizer.from_pretrained(run.artifacts["dense"]),
             count=self.samples,
-            length=self.length,
+            length=min(self.length, describe(run.artifacts["dense"])["max_position_embeddings"]),
             seed=run.config.seed + 1,
             description=settings.source,
         )

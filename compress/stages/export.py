@@ -16,8 +16,11 @@ from compress.report.card import model_card
 from compress.runtime.loader import load
 from compress.stage import Run
 
-SAME = 1e-6
-"""The KL of the checkpoint from disk to what the last stage measured: the same arithmetic."""
+SAME = 0.05
+"""How far, relative to itself, the KL from disk may lie from what the last stage measured: nothing
+on the same machine, but INT8 activations make a step of the smallest difference, so another number
+of threads or another CPU moves it by percents."""
+LEAST_KL = 1e-4
 CHANGES_WEIGHTS = ("quantize", "distill", "extend")
 
 
@@ -82,7 +85,7 @@ class Export:
             if "heldout_kl" in metrics.get(s, {})
         ]
         difference = abs(measured.kl - last[-1]) if last else None
-        if difference is not None and difference > SAME * max(1.0, measured.kl):
+        if difference is not None and difference > max(LEAST_KL, SAME * measured.kl):
             raise UserError(
                 f"{out}: KL {measured.kl:.6f} from disk, {last[-1]:.6f} in memory; "
                 "the checkpoint is not the model that was measured"

@@ -119,7 +119,7 @@ class Extend:
                 dtype=dtype,
             )
             changed = history.best if history.best_step else {}
-            curve = history.curve
+            curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
         after = perplexity_by_position(model, held.ids)
         checkpoint.rewrite(source, out, changed, describe(scaled))
         served = load(out, device=device, dtype=torch.float32)
