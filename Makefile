@@ -32,8 +32,8 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "$(PYTHON) is `$(PYTHON) --version 2>&1 || echo not there`; wanted Python 3.11 or newer:" \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "$(PYTHON) is `$(PYTHON) --version 2>/dev/null || echo missing`; wanted Python 3.11 or newer:" \
 	       "make PYTHON=/path/to/python3.11 …"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || { \
 	  echo "$(PYTHON) has no venv module; install it (Debian: apt-get install python3-venv)"; exit 1; }
