@@ -106,6 +106,8 @@ def main() -> None:
     with told_plainly():
         if not shows_help:
             check_arguments(sys.argv[1:])
+        elif not any(a.startswith("recipe=") for a in sys.argv[1:]):
+            sys.argv.append("recipe=tiny")  # Hydra shows a whole configuration, so it needs one
         run()
 
 

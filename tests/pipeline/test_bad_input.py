@@ -177,3 +177,13 @@ def test_a_disk_that_fills_up(cli: Cli, tiny_model: Path, monkeypatch: pytest.Mo
     assert "No space left on device; what is done stays on disk" in cli(*run)
     assert Path("run/stages/calibrate.json").exists()
     assert not Path("run/stages/quantize").exists()
+
+
+def test_help_needs_no_recipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compress", "--help"])
+    main()
+    shown = capsys.readouterr().out
+    assert "python -m compress recipe=NAME" in shown
+    assert "smollm2_int8" in shown
