@@ -46,7 +46,7 @@ def test_of_one_long_text_the_last_tenth_is_held_out(tmp_path: Path) -> None:
 
 
 def test_windows_are_slices_of_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    text = "The quick brown fox jumps over the lazy dog. " * 80
+    text = " ".join(f"Line {n} of the text." for n in range(200))
     found = cut([text], tokenizer)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     slices = [ids[i : i + 32] for i in range(0, len(ids) - 31, 32)]
@@ -54,7 +54,8 @@ def test_windows_are_slices_of_the_text(tokenizer: PreTrainedTokenizerBase) -> N
     assert all(row in slices for row in found.ids.tolist())
     assert found.tokens == 4 * 32
     assert torch.equal(found.ids, cut([text], tokenizer).ids)
-    assert not torch.equal(found.ids, cut([text], tokenizer, seed=1).ids) or len(slices) <= 4
+    assert len(slices) > 20
+    assert not torch.equal(found.ids, cut([text], tokenizer, seed=1).ids)
 
 
 def test_fewer_windows_than_asked_for_are_taken(tokenizer: PreTrainedTokenizerBase) -> None:
