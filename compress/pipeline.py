@@ -11,7 +11,7 @@ from typing import Any
 
 from compress import data, log, source
 from compress.artifact import Artifact, differences, fingerprint, write_text
-from compress.config import Config
+from compress.config import STAGES, Config
 from compress.errors import UserError
 from compress.machine import PeakMemory, hardware, packages, release_memory
 from compress.stage import Run, Stage
@@ -117,8 +117,6 @@ def _folder(name: str, out: Path) -> Path:
 
 def _missing(name: str, kinds: list[str], config: Config) -> str:
     makers = [s for s in config.stages if config.stage(s).gives in kinds]
-    from compress.config import STAGES
-
     makers = makers or [s for s in STAGES if config.stage(s).gives in kinds]
     return (
         f"{name} needs {' and '.join(kinds)}, made by {' or '.join(makers)}, "
