@@ -61,13 +61,14 @@ def preflight(
     spec: QuantSpec,
     engine: str,
     keep: Iterable[str] = (),
-    head: str = "lm_head",
+    heads: Sequence[str] = ("lm_head",),
 ) -> Preflight:
     """Choose the linears that `engine` can serve quantized by `spec`; `any` is every engine.
 
     linears: (out_features, in_features) by full name, of those inside the decoder blocks; nothing
     else is a candidate. keep: linears left in 16 bit, by full name, shell wildcard, or `re:`
-    pattern (matched from the start, as in compressed-tensors). head: the output layer's name.
+    pattern (matched from the start, as in compressed-tensors). heads: names of the output layer, in
+    the model and in its files, as `structure.head_names` gives them.
 
     Raises UserError for an unknown engine or scheme, a pattern that matches nothing, a group size
     that cannot be, and where nothing is left to quantize.
@@ -86,7 +87,7 @@ def preflight(
     keep_all(_called(linears, FUSED_QKV), "query, key and value in one matrix")
     if engine != "native":
         keep_all(_called(linears, VALUE), "engines fuse v with q and k; engine=native quantizes it")
-    keep_all(matching([*linears, head], keep), "asked for by keep")
+    keep_all(matching([*linears, *heads], keep), "asked for by keep")
     if engine != "native":
         keep_all(_partners(linears, kept), "engines fuse gate and up, and keep names the other")
     for name in linears:
@@ -106,14 +107,15 @@ def preflight(
             f"{spec.scheme} for engine={engine} leaves no linear to quantize ({reasons}); "
             "wanted at least one: keep fewer, or choose another scheme or engine"
         )
-    kept.pop(head, None)
+    for head in heads:
+        kept.pop(head, None)
     ignore = [name for name in linears if name in kept]
     notes = _kept_notes(linears, kept, spec)
     if repaired is not None:
         notes.append(repaired)
     if spec.scheme.startswith("W8A16") and engine in ("any", "vllm"):
         notes.append("W8A16 in vLLM runs on CUDA only; its CPU build has no kernel for it")
-    return Preflight(quantize, [*ignore, head], spec, notes)
+    return Preflight(quantize, [*ignore, *heads], spec, notes)
 
 
 def matching(names: Sequence[str], patterns: Iterable[str]) -> list[str]:

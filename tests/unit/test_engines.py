@@ -85,9 +85,10 @@ def test_one_fused_qkv_is_kept_whole(fused, engine):
     assert chosen.ignore == [f"h.0.attn.{fused}", "lm_head"]
 
 
-def test_the_head_has_the_name_it_is_given():
+def test_the_head_has_the_names_it_is_given():
     linears = {"gpt_neox.layers.0.mlp.dense_4h_to_h": (128, 512)}
-    assert preflight(linears, W8A8, "any", head="embed_out").ignore == ["embed_out"]
+    chosen = preflight(linears, W8A8, "any", heads=["lm_head", "embed_out"])
+    assert chosen.ignore == ["lm_head", "embed_out"]
 
 
 @pytest.mark.parametrize(
