@@ -26,7 +26,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from compress.checkpoint import read_quantization_config
+from compress.checkpoint import group_specs
 from compress.machine import hardware
 from compress.runtime.generate import chat_prompt, encode
 
@@ -176,10 +176,10 @@ def run(folder: Path, engines: list[str], new_tokens: int) -> dict[str, Any]:
             }
     config = json.loads((folder / "config.json").read_text())
     quantization = config.get("quantization_config")
-    spec = read_quantization_config(quantization)[0] if quantization else None
+    specs = group_specs(quantization) if quantization else []
     return {
         "checkpoint": folder.name if folder.is_absolute() else str(folder),
-        "scheme": spec.scheme if spec else "16 bit",
+        "scheme": " and ".join(spec.scheme for spec in specs) or "16 bit",
         "prompts": questions,
         "new_tokens": new_tokens,
         "hardware": hardware(),

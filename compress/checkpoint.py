@@ -10,8 +10,9 @@ quantized and how; a quantized linear `name` holds, in safetensors,
 """
 
 import json
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,40 @@ from torch import Tensor
 
 from compress.artifact import write_json
 from compress.errors import UserError
-from compress.model import INDEX, SINGLE, TensorFiles
 from compress.qtensor import QTensor, QuantSpec, pack_int32, unpack_int32
+from compress.tensors import INDEX, SINGLE, TensorFiles
 
 
-def quantization_config(spec: QuantSpec, ignore: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json: every Linear by `spec`, but those in `ignore`.
+def quantization_config(specs: Mapping[str, QuantSpec], ignore: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of config.json.
 
-    `ignore` holds full module names: patterns mean different things to different engines.
+    specs: how each quantized linear is, by its full name. Where all are the same, one group holds
+    every Linear but those in `ignore`; else there is a group a spec, with the names of its linears.
+    `ignore` holds full names of linears too: patterns mean different things to different engines.
     """
-    packed = spec.activation_bits is None
-    layout = "pack-quantized" if packed else "int-quantized"
+    groups = {spec: [name for name in specs if specs[name] == spec] for spec in specs.values()}
+    if len(groups) == 1:
+        groups = {spec: ["Linear"] for spec in groups}
+    layouts = {_layout(spec) for spec in groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": ignore,
+        "config_groups": {
+            f"group_{number}": _group(spec, targets)
+            for number, (spec, targets) in enumerate(groups.items())
+        },
+    }
+
+
+def _layout(spec: QuantSpec) -> str:
+    return "pack-quantized" if spec.activation_bits is None else "int-quantized"
+
+
+def _group(spec: QuantSpec, targets: list[str]) -> dict[str, Any]:
     weights = {
         "num_bits": spec.bits,
         "type": "int",
@@ -50,43 +74,63 @@ def quantization_config(spec: QuantSpec, ignore: list[str]) -> dict[str, Any]:
         "dynamic": True,
         "observer": None,
     }
-    group = {
-        "targets": ["Linear"],
-        "format": layout,
+    return {
+        "targets": targets,
+        "format": _layout(spec),
         "weights": weights,
-        "input_activations": None if packed else activations,
+        "input_activations": None if spec.activation_bits is None else activations,
         "output_activations": None,
     }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "quantization_status": "compressed",
-        "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "ignore": ignore,
-        "config_groups": {"group_0": group},
-    }
 
 
-def read_quantization_config(config: dict[str, Any]) -> tuple[QuantSpec, list[str]]:
-    """The inverse of `quantization_config`: the spec and the names of the linears left alone.
+def read_quantization_config(
+    config: Mapping[str, Any], linears: Iterable[str]
+) -> dict[str, QuantSpec]:
+    """The inverse of `quantization_config`: of `linears`, full names of a model's, those that are
+    quantized, and how. A name decides before a pattern (`re:`), and that before `Linear`.
 
     Raises UserError for a layout that this runtime does not serve.
     """
+    groups, ignore = _groups(config), set(config.get("ignore") or [])
+    found = {name: _spec_of(name, groups) for name in linears if name not in ignore}
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def group_specs(config: Mapping[str, Any]) -> list[QuantSpec]:
+    """Every spec of a `quantization_config`. Raises UserError as reading it does."""
+    return [spec for spec, _ in _groups(config)]
+
+
+def _groups(config: Mapping[str, Any]) -> list[tuple[QuantSpec, list[str]]]:
     groups = config.get("config_groups") or {}
-    if config.get("quant_method") != "compressed-tensors" or len(groups) != 1:
+    if config.get("quant_method") != "compressed-tensors" or not groups:
         raise UserError(
             f"quantization_config is {config.get('quant_method')!r} with {len(groups)} groups; "
-            "wanted compressed-tensors with one group, as this project writes it"
+            "wanted compressed-tensors with at least one, as this project writes it"
         )
-    (group,) = groups.values()
-    weights, activations = group["weights"], group.get("input_activations")
-    spec = QuantSpec(
-        bits=weights["num_bits"],
-        group_size=weights.get("group_size") if weights["strategy"] == "group" else None,
-        activation_bits=activations["num_bits"] if activations else None,
+    found = []
+    for group in groups.values():
+        weights, activations = group["weights"], group.get("input_activations")
+        spec = QuantSpec(
+            bits=weights["num_bits"],
+            group_size=weights.get("group_size") if weights["strategy"] == "group" else None,
+            activation_bits=activations["num_bits"] if activations else None,
+        )
+        found.append((spec, group["targets"]))
+    return found
+
+
+def _spec_of(name: str, groups: list[tuple[QuantSpec, list[str]]]) -> QuantSpec | None:
+    kinds: tuple[Callable[[str], Any], ...] = (
+        lambda target: target == name,
+        lambda target: target.startswith("re:") and re.match(target.removeprefix("re:"), name),
+        lambda target: target == "Linear",
     )
-    return spec, list(config.get("ignore") or [])
+    for fits in kinds:
+        for spec, targets in groups:
+            if any(fits(target) for target in targets):
+                return spec
+    return None
 
 
 def pack(name: str, weight: QTensor) -> dict[str, Tensor]:

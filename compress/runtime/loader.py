@@ -1,6 +1,6 @@
 """A model folder, dense or quantized, as a transformers model that runs through our kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from compress.checkpoint import read_quantization_config
 from compress.errors import UserError
 from compress.kernels.backend import pick_backend
-from compress.model import TensorFiles
 from compress.qtensor import QuantSpec
 from compress.runtime.linear import QuantLinear
+from compress.tensors import TensorFiles
 
 # Old Llama checkpoints store these frequencies; they follow from the configuration.
 FOLLOWS_FROM_CONFIG = "rotary_emb.inv_freq"
@@ -70,15 +70,15 @@ def build_empty(folder: Path, device: str, dtype: torch.dtype | None) -> PreTrai
     if quantization is not None:
         if not isinstance(quantization, dict):
             quantization = quantization.to_dict()
-        swap_linears(model, *read_quantization_config(quantization))
+        linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+        swap_linears(model, read_quantization_config(quantization, linears))
     return model
 
 
-def swap_linears(model: PreTrainedModel, spec: QuantSpec, ignore: list[str]) -> None:
-    """Put an empty QuantLinear in the place of every linear whose full name is not in `ignore`."""
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or name in ignore:
-            continue
+def swap_linears(model: PreTrainedModel, specs: Mapping[str, QuantSpec]) -> None:
+    """Put an empty QuantLinear in the place of every linear of `specs`, by its full name."""
+    for name, spec in specs.items():
+        module = model.get_submodule(name)
         try:
             linear = QuantLinear(
                 module.in_features,

@@ -4,6 +4,7 @@ One pass of the original over the calibration windows, block by block; the held-
 through with them, so that the original is read from disk once.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 
 from compress import data, heldout
 from compress.errors import ConfigError, UserError
+from compress.hidden import HiddenStates
 from compress.log import logger, progress
 from compress.model import BlockModel
 from compress.stage import Run
@@ -69,22 +71,23 @@ class Calibrate:
         windows, held = self._windows(run, model)
         notes = _hygiene(windows)
         pick = _picked_rows(windows.mask, self.rows)
-        start, hidden, held_hidden = _resume(run.work)
-        if hidden is None or held_hidden is None:
-            hidden = _embed(model, windows.ids, windows.mask, self.batch)
-            held_hidden = _embed(model, held.ids, held.mask, self.batch)
+        states = HiddenStates(run.work)
+        for name, texts in (("calibration", windows), ("heldout", held)):
+            if name not in states:
+                states.create(name, _embed(model, texts, self.batch))
 
+        start = states.done("heldout")
         blocks = range(start, len(model))
         for index in progress(blocks, "calibrate", "block", total=len(model), done=start):
             with model.block(index) as block:
                 collector = Collector(model.block_linears(index), pick)
                 with collector:
-                    self._advance(model, block, index, hidden, windows, collector)
-                self._advance(model, block, index, held_hidden, held, None)
+                    self._advance(model, block, index, states, "calibration", windows, collector)
+                self._advance(model, block, index, states, "heldout", held, None)
             save_file(collector.tensors(), out / f"block_{index:03d}.safetensors")
-            _keep(run.work, index + 1, hidden, held_hidden)
+            states.commit("calibration", "heldout")
 
-        perplexity = _keep_heldout(model, held_hidden, held, out)
+        perplexity = _keep_heldout(model, states, held, out)
         return {
             "samples": len(windows.ids),
             "length": windows.ids.shape[1],
@@ -103,7 +106,9 @@ class Calibrate:
         }
 
     def _windows(self, run: Run, model: BlockModel) -> tuple[data.Windows, data.Windows]:
-        tokenizer = AutoTokenizer.from_pretrained(run.artifacts["dense"])
+        tokenizer = AutoTokenizer.from_pretrained(
+            run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
+        )
         settings = run.config.data
         rest, held, description = data.split(settings)
         longest = model.config.get_text_config().max_position_embeddings
@@ -133,18 +138,18 @@ class Calibrate:
         model: BlockModel,
         block: nn.Module,
         index: int,
-        hidden: Tensor,
+        states: HiddenStates,
+        name: str,
         windows: data.Windows,
         collector: "Collector | None",
     ) -> None:
-        """Send `hidden` [n, T, H] through the block, in place."""
-        for first in range(0, len(hidden), self.batch):
-            rows = slice(first, first + self.batch)
+        """Send the stream `name` of `windows` through the block."""
+        for rows, hidden in states.batches(name, self.batch):
             ids, mask = windows.ids[rows].to(model.device), windows.mask[rows].to(model.device)
             calls = model.calls(ids, mask)
             if collector is not None:
-                collector.start(first, mask)
-            hidden[rows] = block(hidden[rows].to(model.device), **calls[index]).cpu()
+                collector.start(rows.start, mask)
+            states.write(name, rows, block(hidden.to(model.device), **calls[index]))
 
 
 class Collector:
@@ -272,40 +277,24 @@ def _hygiene(windows: data.Windows) -> list[str]:
     return notes
 
 
-def _embed(model: BlockModel, ids: Tensor, mask: Tensor, batch: int) -> Tensor:
-    parts = [
-        model.embed(i.to(model.device), m.to(model.device)).cpu()
-        for i, m in zip(ids.split(batch), mask.split(batch), strict=True)
-    ]
-    return torch.cat(parts)
+def _embed(model: BlockModel, windows: data.Windows, batch: int) -> Iterator[Tensor]:
+    for ids, mask in zip(windows.ids.split(batch), windows.mask.split(batch), strict=True):
+        yield model.embed(ids.to(model.device), mask.to(model.device))
 
 
-def _keep_heldout(model: BlockModel, hidden: Tensor, held: data.Windows, out: Path) -> float:
+def _keep_heldout(model: BlockModel, states: HiddenStates, held: data.Windows, out: Path) -> float:
     """Write the original's log-probabilities of the held-out windows; returns its perplexity."""
-    kept, losses = [], []
-    for states, row, real in zip(hidden, held.ids, held.mask.sum(1).tolist(), strict=True):
-        tokens = row.unsqueeze(0).to(model.device)
-        logits = model.logits(states.unsqueeze(0).to(model.device), tokens)[0]
-        logprobs = logits.log_softmax(-1).cpu()
-        losses.append(nn.functional.nll_loss(logprobs[: real - 1], row[1:real], reduction="none"))
-        kept.append(logprobs.half())
-    heldout.save(out, held.ids, held.mask, torch.stack(kept))
+    losses = []
+
+    def logprobs() -> Iterator[Tensor]:
+        for rows, hidden in states.batches("heldout", 1):
+            row, real = held.ids[rows][0], int(held.mask[rows].sum())
+            found = model.logits(hidden.to(model.device))[0].log_softmax(-1).cpu()
+            losses.append(nn.functional.nll_loss(found[: real - 1], row[1:real], reduction="none"))
+            yield found
+
+    heldout.save(out, held.ids, held.mask, logprobs())
     return float(torch.cat(losses).mean().exp())
-
-
-def _keep(work: Path, done: int, hidden: Tensor, held: Tensor) -> None:
-    """Note that `done` blocks are done, with the hidden states from which the next goes on."""
-    aside = work / "hidden.tmp"
-    save_file({"hidden": hidden, "held": held, "done": torch.tensor(done)}, aside)
-    aside.rename(work / "hidden.safetensors")
-
-
-def _resume(work: Path) -> tuple[int, Tensor | None, Tensor | None]:
-    file = work / "hidden.safetensors"
-    if not file.exists():
-        return 0, None, None
-    kept = load_file(file)
-    return int(kept["done"]), kept["hidden"], kept["held"]
 
 
 def _layer_figures(folder: Path, blocks: int) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Distill:
         history = train(
             groups,
             loss_of,
-            lambda: heldout.distance(model, run.artifacts["statistics"]).kl,
+            lambda: heldout.distance_of(model, run.artifacts["statistics"]).kl,
             Schedule(steps, measures=self.measures),
             run.work,
             what="distill",
@@ -183,7 +183,7 @@ class Distill:
 def _served_kl(run: Run, folder: Path) -> float:
     """The held-out KL of the model in `folder`, loaded from disk and run by the kernels."""
     model = load(folder, device=run.config.device, dtype=torch.float32)
-    return heldout.distance(model, run.artifacts["statistics"]).kl
+    return heldout.distance_of(model, run.artifacts["statistics"]).kl
 
 
 def _write_labels(teacher: BlockModel, ids: Tensor, mask: Tensor, k: int, file: Path) -> None:
@@ -197,9 +197,9 @@ def _write_labels(teacher: BlockModel, ids: Tensor, mask: Tensor, k: int, file: 
             for number, (i, m) in enumerate(batches):
                 hidden[number] = block(hidden[number], **teacher.calls(i, m)[index])
     kept = [
-        top_k(teacher.logits(h[row : row + 1], i[row : row + 1]), k)
-        for h, (i, _) in zip(hidden, batches, strict=True)
-        for row in range(len(i))
+        top_k(teacher.logits(h[row : row + 1]), k)
+        for h in hidden
+        for row in range(len(h))
     ]
     aside = file.with_suffix(".tmp")
     labels = {

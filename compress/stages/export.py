@@ -11,10 +11,9 @@ from compress import checkpoint, heldout
 from compress.artifact import write_text
 from compress.errors import ConfigError, UserError
 from compress.log import logger
-from compress.model import TensorFiles
 from compress.report.card import model_card
-from compress.runtime.loader import load
 from compress.stage import Run
+from compress.tensors import TensorFiles
 
 SAME = 0.05
 """How far, relative to itself, the KL from disk may lie from what the last stage measured: nothing
@@ -71,14 +70,19 @@ class Export:
         for name in wanted:
             if not torch.equal(wanted[name], found[name]):
                 raise UserError(f"{out}: {name} read back from disk differs from what was written")
-        tokenizer = AutoTokenizer.from_pretrained(out)
-        original = AutoTokenizer.from_pretrained(run.artifacts["dense"])
+        trusted = run.config.model.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=trusted)
+        original = AutoTokenizer.from_pretrained(run.artifacts["dense"], trust_remote_code=trusted)
         if (tokenizer.chat_template, len(tokenizer)) != (original.chat_template, len(original)):
             raise UserError(f"{out}: the tokenizer or its chat template was changed on the way")
         if (out / "generation_config.json").exists():
             GenerationConfig.from_pretrained(out)
-        model = load(out, device=run.config.device, dtype=torch.float32)
-        measured = heldout.distance(model, run.artifacts["statistics"])
+        measured = heldout.distance(
+            out,
+            run.artifacts["statistics"],
+            device=run.config.device,
+            trust_remote_code=trusted,
+        )
         last = [
             metrics[s]["heldout_kl"]["after"]
             for s in CHANGES_WEIGHTS

@@ -90,7 +90,7 @@ class Extend:
 
         unscaled_model = load(source, device=device, dtype=torch.float32)
         before = perplexity_by_position(unscaled_model, held.ids)
-        kl_before = heldout.distance(unscaled_model, run.artifacts["statistics"])
+        kl_before = heldout.distance_of(unscaled_model, run.artifacts["statistics"])
         del unscaled_model
         model = make_trainable(load(scaled, device=device, dtype=torch.float32))
         at_once = perplexity_by_position(model, held.ids)
@@ -123,7 +123,7 @@ class Extend:
         after = perplexity_by_position(model, held.ids)
         checkpoint.rewrite(source, out, changed, describe(scaled))
         served = load(out, device=device, dtype=torch.float32)
-        kl_after = heldout.distance(served, run.artifacts["statistics"])
+        kl_after = heldout.distance_of(served, run.artifacts["statistics"])
         logger.info(
             f"  window {window} to {longer} ({self.method}): perplexity on it "
             f"{mean_perplexity(before):.2f} unscaled, {mean_perplexity(at_once):.2f} scaled, "

@@ -1,5 +1,6 @@
 """plan: what it weighs, what a request adds, whether it fits; from headers, nothing is loaded."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from transformers import PretrainedConfig
 from compress import engines
 from compress.errors import ConfigError, UserError
 from compress.log import logger
-from compress.model import TensorFiles, linear_shapes, storage_dtype
+from compress.model import linear_shapes, storage_dtype
 from compress.source import read_config
 from compress.stage import Run
+from compress.tensors import TensorFiles
 
 UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 SIXTEEN_BIT = 2  # bytes
@@ -30,7 +32,7 @@ class Plan:
     """
 
     name: ClassVar[str] = "plan"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = None
     shares: ClassVar[tuple[str, ...]] = ("model", "engine", "scheme")
@@ -61,11 +63,13 @@ class Plan:
             logger.info(f"  {note}")
 
         sizes = tensor_elements(folder)
-        before = {part: count * SIXTEEN_BIT for part, count in by_part(sizes).items()}
-        saved = {name: engines.saved_bytes(shapes[name], chosen.spec) for name in chosen.quantize}
-        after = dict(before)
-        for name, fewer in saved.items():
-            after[part_of(name)] -= fewer
+        dtype = storage_dtype(config, options.dtype)
+        before = by_part(tensor_bytes(folder))
+        after = {part: count * dtype.itemsize for part, count in by_part(sizes).items()}
+        for name in chosen.quantize:
+            count = math.prod(shapes[name])
+            quantized = count * SIXTEEN_BIT - engines.saved_bytes(shapes[name], chosen.spec)
+            after[part_of(name)] -= count * dtype.itemsize - quantized
         before["total"], after["total"] = sum(before.values()), sum(after.values())
         parameters = sum(sizes.values())
 
@@ -94,7 +98,7 @@ class Plan:
             "quantized": chosen.quantize,
             "kept": dict.fromkeys(chosen.ignore, "16 bit"),
             "notes": chosen.notes,
-            "dtype": str(storage_dtype(config, options.dtype)).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
         }
 
     def _memory(self, config: PretrainedConfig, weights: int, per_token: int) -> dict[str, Any]:
@@ -152,12 +156,13 @@ def parse_size(text: str) -> int:
 
 def tensor_elements(folder: Path) -> dict[str, int]:
     """Weights of each tensor by name, from the headers."""
-    counts = {}
-    for name, (shape, _) in TensorFiles(folder).shapes().items():
-        counts[name] = 1
-        for size in shape:
-            counts[name] *= size
-    return counts
+    return {name: math.prod(shape) for name, (shape, _) in TensorFiles(folder).shapes().items()}
+
+
+def tensor_bytes(folder: Path) -> dict[str, int]:
+    """Bytes of each tensor by name, in the dtype that it is stored in."""
+    shapes = TensorFiles(folder).shapes()
+    return {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
 
 
 PARTS = ("embeddings", "attention", "mlp", "norms", "lm_head", "other")
@@ -176,11 +181,11 @@ def part_of(name: str) -> str:
     return "lm_head" if name.startswith(("lm_head", "embed_out")) else "other"
 
 
-def by_part(elements: dict[str, int]) -> dict[str, int]:
-    """The same, summed over the parts."""
+def by_part(figures: dict[str, int]) -> dict[str, int]:
+    """Figures of tensors by name, summed over the parts."""
     sums = dict.fromkeys(PARTS, 0)
-    for name, count in elements.items():
-        sums[part_of(name)] += count
+    for name, figure in figures.items():
+        sums[part_of(name)] += figure
     return sums
 
 

@@ -17,7 +17,6 @@ from compress.errors import ConfigError
 from compress.log import logger, progress
 from compress.model import BlockModel, linear_shapes, storage_dtype
 from compress.qtensor import QuantSpec
-from compress.runtime.loader import load
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import load_block_statistics
@@ -99,12 +98,16 @@ class Quantize:
         config = describe(dense)
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
-        config["quantization_config"] = checkpoint.quantization_config(chosen.spec, chosen.ignore)
+        specs = dict.fromkeys(chosen.quantize, chosen.spec)
+        config["quantization_config"] = checkpoint.quantization_config(specs, chosen.ignore)
         outside = ({n: _cast(t, dtype)} for n, t in model.outside_tensors())
         inside = (load_file(_block_file(run.work, index)) for index in range(len(model)))
         checkpoint.write(out, itertools.chain(outside, inside), config, dense)
         measured = heldout.distance(
-            load(out, device=run.config.device, dtype=torch.float32), run.artifacts["statistics"]
+            out,
+            run.artifacts["statistics"],
+            device=run.config.device,
+            trust_remote_code=options.trust_remote_code,
         )
         logger.info(f"  held-out KL to the original {measured.kl:.4f}, top-1 {measured.top1:.1%}")
         return {

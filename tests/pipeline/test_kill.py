@@ -10,6 +10,7 @@ from test_run import files
 from compress import pipeline, training
 from compress.artifact import Artifact
 from compress.config import Config
+from compress.hidden import HiddenStates
 from compress.stages import calibrate, distill, quantize
 
 Small = Callable[..., Config]
@@ -91,6 +92,5 @@ def test_progress_is_used_not_redone(small: Small) -> None:
     """After a kill at block 2, calibrate starts at block 2."""
     assert forked(lambda: killed_in_bar("calibrate", 2, small(BUILD))) == -9
     work = Path(small().out or "") / "stages" / "calibrate.partial" / "work"
-    done, hidden, _ = calibrate._resume(work)
-    assert done == 2
-    assert hidden is not None
+    states = HiddenStates(work)
+    assert states.done("calibration") == states.done("heldout") == 2

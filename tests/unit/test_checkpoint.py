@@ -38,13 +38,13 @@ def some_weight(spec: QuantSpec, n: int = 63, k: int = 192) -> tuple[Tensor, QTe
 
 
 def their_scheme(spec: QuantSpec) -> Any:
-    config = QuantizationConfig.model_validate(checkpoint.quantization_config(spec, IGNORE))
+    config = QuantizationConfig.model_validate(checkpoint.quantization_config({NAME: spec}, IGNORE))
     return config.config_groups["group_0"]
 
 
 @every_spec
 def test_library_reads_the_configuration(spec: QuantSpec) -> None:
-    ours = checkpoint.quantization_config(spec, IGNORE)
+    ours = checkpoint.quantization_config({NAME: spec}, IGNORE)
     config = QuantizationConfig.model_validate(json.loads(json.dumps(ours)))
     group = config.config_groups["group_0"]
     assert config.ignore == IGNORE
@@ -69,15 +69,15 @@ def test_library_reads_the_configuration(spec: QuantSpec) -> None:
 
 @every_spec
 def test_our_configuration_reads_back(spec: QuantSpec) -> None:
-    written = json.loads(json.dumps(checkpoint.quantization_config(spec, IGNORE)))
-    assert checkpoint.read_quantization_config(written) == (spec, IGNORE)
+    written = json.loads(json.dumps(checkpoint.quantization_config({NAME: spec}, IGNORE)))
+    assert checkpoint.read_quantization_config(written, [*IGNORE, NAME]) == {NAME: spec}
 
 
 @every_spec
 def test_configuration_as_the_library_writes_it_reads_back(spec: QuantSpec) -> None:
-    config = QuantizationConfig.model_validate(checkpoint.quantization_config(spec, IGNORE))
+    config = QuantizationConfig.model_validate(checkpoint.quantization_config({NAME: spec}, IGNORE))
     theirs = json.loads(config.model_dump_json())
-    assert checkpoint.read_quantization_config(theirs) == (spec, IGNORE)
+    assert checkpoint.read_quantization_config(theirs, [*IGNORE, NAME]) == {NAME: spec}
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_configuration_as_the_library_writes_it_reads_back(spec: QuantSpec) -> N
     [{"quant_method": "gptq", "bits": 4}, {}, {"quant_method": "compressed-tensors"}],
 )
 def test_other_layouts_are_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="wanted compressed-tensors with one group"):
-        checkpoint.read_quantization_config(config)
+    with pytest.raises(UserError, match="wanted compressed-tensors with at least one"):
+        checkpoint.read_quantization_config(config, [NAME])
 
 
 @every_spec

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from compress.errors import UserError
-from compress.model import BlockModel, TensorFiles, linear_shapes
+from compress.model import BlockModel, linear_shapes
+from compress.tensors import TensorFiles
 
 SIZES = {
     "hidden_size": 32,
@@ -43,7 +44,7 @@ def through_blocks(model: BlockModel, ids: torch.Tensor, mask: torch.Tensor | No
     for index in range(len(model)):
         with model.block(index) as block:
             hidden = block(hidden, **model.calls(ids, mask)[index])
-    return model.logits(hidden, ids)
+    return model.logits(hidden)
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda c: c.model_type)

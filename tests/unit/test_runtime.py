@@ -40,7 +40,7 @@ def quantized(source: Path, folder: Path, spec: QuantSpec) -> dict[str, Tensor]:
             stored[name] = tensor
             plain[name] = tensor.float()
     save_file(stored, folder / WEIGHTS, {"format": "pt"})
-    change_config(folder, quantization_config=checkpoint.quantization_config(spec, ignore))
+    change_config(folder, quantization_config=checkpoint.quantization_config({"any": spec}, ignore))
     return plain
 
 
