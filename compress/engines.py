@@ -177,10 +177,11 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 
 def _experts(config: PretrainedConfig) -> int:
+    """Experts of a layer, as any of transformers' mixtures names them; 0 where there are none."""
     text = config.get_text_config()
     sections = (text, getattr(text, "ffn_config", None))  # the latter in DBRX
-    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return max(getattr(section, name, None) or 0 for section in sections for name in counts)
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return max(getattr(section, name, None) or 0 for section in sections for name in names)
 
 
 def _check_spec(spec: QuantSpec, engine: str) -> None:

@@ -249,7 +249,20 @@ def test_dense_causal_models_pass(model_type):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "experts"), [("mixtral", 8), ("qwen2_moe", 60), ("deepseek_v3", 256)]
+    ("model_type", "experts"),
+    [
+        ("mixtral", 8),
+        ("qwen2_moe", 60),
+        ("qwen3_moe", 128),
+        ("deepseek_v2", 64),
+        ("deepseek_v3", 256),
+        ("olmoe", 64),
+        ("granitemoe", 8),
+        ("gpt_oss", 128),
+        ("dbrx", 4),
+        ("llama4", 16),
+        ("phimoe", 16),
+    ],
 )
 def test_a_mixture_of_experts_is_refused(model_type, experts):
     with pytest.raises(UserError, match=f"mixture of {experts} experts: not supported yet"):
