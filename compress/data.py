@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 import sysconfig
+from array import array
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -20,6 +21,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from compress import pieces
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 
@@ -28,6 +30,7 @@ HELD_OUT = 10  # one part in ten is held out
 PYTHON_DOCS = "the documentation in Python's standard library"
 PYTHON_DOCS_CHARACTERS = 2_000_000
 HUB_DOCUMENTS = 10_000
+BLOCK = 4_000_000  # characters tokenized at once, for which the tokenizer takes about 0.6 GB
 
 
 @dataclass(kw_only=True)
@@ -35,7 +38,8 @@ class Data:
     """What to calibrate and distill on.
 
     path: a local .txt, .jsonl or .parquet file, or the name of a hub data set; null: the
-        documentation of Python itself, which every machine has. Real use brings real data.
+        documentation of Python itself, which every machine has. Real use brings real data. Of a
+        file above 16 MiB that much is read, in pieces spread evenly over it.
     field: the column that holds the text. messages: the column that holds chat messages
         ({role, content}), sent through the chat template; wins over `field`.
     split, subset, revision: of a hub data set.
@@ -66,7 +70,10 @@ class Data:
     @property
     def source(self) -> str:
         """Words for where the text comes from."""
-        return Path(self.path).name if self.path else PYTHON_DOCS
+        if not self.path:
+            return PYTHON_DOCS
+        name = Path(self.path).name
+        return f"{name} (in {pieces.PIECES} places)" if pieces.is_large(self.path) else name
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,8 @@ def _rows(data: Data, path: str) -> list[dict[str, Any]]:
     import datasets
 
     local = Path(path).expanduser()
+    if pieces.is_large(path):
+        return _pieces(path, data.messages or data.field)
     if local.is_file():
         loader = LOADERS.get(local.suffix)
         if loader is None:
@@ -173,6 +182,13 @@ def _rows(data: Data, path: str) -> list[dict[str, Any]]:
     except Exception as error:  # `datasets` raises whatever its readers raise
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise UserError(f"data.path={path}: cannot be read: {reason[0]}") from error
+
+
+def _pieces(path: str, column: str) -> list[dict[str, Any]]:
+    try:
+        return list(pieces.rows(Path(path).expanduser(), column))
+    except (OSError, ValueError) as error:  # pyarrow's are among them
+        raise UserError(f"data.path={path}: cannot be read: {error}") from error
 
 
 def split(data: Data) -> tuple[list[Document], list[Document], str]:
@@ -215,7 +231,10 @@ def fingerprint(data: Data) -> str:
     if data.path and not Path(data.path).expanduser().exists() and Path(data.path).suffix == "":
         name = f"hub:{data.path}@{data.revision}:{data.subset}:{data.split}"
         file = Path(data.heldout or "").expanduser()
-        return f"{name}:{hashlib.sha256(file.read_bytes()).hexdigest()}" if file.is_file() else name
+        if not file.is_file():
+            return name
+        with file.open("rb") as opened:
+            return f"{name}:{hashlib.file_digest(opened, 'sha256').hexdigest()}"
     rest, held, _ = split(data)
     content = json.dumps([rest, held], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(content.encode()).hexdigest()
@@ -239,9 +258,7 @@ def windows(
     if docs and isinstance(docs[0], list):
         return _chat_windows(docs, tokenizer, count, length, seed, description)
     start = _leading_ids(tokenizer)
-    ids = tokenizer("\n\n".join(str(d) for d in docs), add_special_tokens=False, verbose=False)[
-        "input_ids"
-    ]
+    ids = _token_ids("\n\n".join(str(d) for d in docs), tokenizer)
     body = length - len(start)
     available = len(ids) // body
     if available == 0:
@@ -250,9 +267,17 @@ def windows(
             "give more text, or a smaller data.length"
         )
     chosen = _choose(available, count, seed, description)
-    rows = [start + ids[i * body : (i + 1) * body] for i in chosen]
+    rows = [start + ids[i * body : (i + 1) * body].tolist() for i in chosen]
     tensor = torch.tensor(rows, dtype=torch.int64)
     return Windows(tensor, torch.ones_like(tensor), 0, description)
+
+
+def _token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> "array[int]":
+    ids = array("i")
+    for first in range(0, len(text), BLOCK):
+        block = text[first : first + BLOCK]
+        ids.extend(tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"])
+    return ids
 
 
 def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

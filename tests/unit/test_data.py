@@ -1,13 +1,18 @@
 """Text and chats become windows, and what is held out stays out."""
 
+import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from compress import data
+from compress import data, pieces
 from compress.data import Data
 from compress.errors import UserError
 
@@ -84,9 +89,6 @@ def test_chats_are_padded_masked_and_their_template_counted(
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_tables_are_read_by_column(suffix: str, tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     rows = [{"body": f"document {n}"} for n in range(40)]
     file = tmp_path / f"rows{suffix}"
     if suffix == ".parquet":
@@ -107,3 +109,107 @@ def test_changed_content_changes_the_fingerprint(tmp_path: Path) -> None:
     assert data.fingerprint(Data(path=str(copy))) == before
     file.write_text("one text more " * 50)
     assert data.fingerprint(Data(path=str(file))) != before
+
+
+def of_bytes() -> PreTrainedTokenizerFast:
+    """A token a byte, the same ones whatever the versions of Python and its documentation."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    chat = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=chat)
+
+
+def write(file: Path, lines: list[str]) -> None:
+    if file.suffix == ".parquet":
+        table = pyarrow.Table.from_pylist([{"text": line} for line in lines])
+        pyarrow.parquet.write_table(table, file, row_group_size=max(1, len(lines) // 100))
+    elif file.name == "chat.jsonl":
+        chats = [
+            [{"role": "user", "content": line}, {"role": "assistant", "content": "Yes. " * (n % 7)}]
+            for n, line in enumerate(lines)
+        ]
+        file.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    elif file.suffix == ".jsonl":
+        file.write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    else:
+        file.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "windows"),
+    [
+        ("book.txt", "7fba369eba085848", "17e08d120e0106f3"),
+        ("rows.jsonl", "269001a2c47197e1", "6c2e066ab71c9239"),
+        ("rows.parquet", "269001a2c47197e1", "6c2e066ab71c9239"),
+        ("chat.jsonl", "7d0a5be15b07fa93", "95643bcf69379c6c"),
+    ],
+)
+def test_files_give_the_windows_they_always_gave(
+    name: str, content: str, windows: str, tmp_path: Path
+) -> None:
+    write(tmp_path / name, [f"Line {n} of the text, naïve. " * 3 for n in range(200)])
+    messages = "messages" if name == "chat.jsonl" else None
+    settings = Data(path=str(tmp_path / name), messages=messages)
+    parts = data.split(settings)[:2]
+    cuts = [
+        data.windows(part, of_bytes(), count=4, length=64, seed=3, description="x")
+        for part in parts
+    ]
+    found = json.dumps([(c.ids.tolist(), c.mask.tolist(), c.template_tokens) for c in cuts])
+    assert data.fingerprint(settings)[:16] == content
+    assert hashlib.sha256(found.encode()).hexdigest()[:16] == windows
+
+
+@pytest.mark.parametrize("name", ["book.txt", "rows.jsonl", "rows.parquet"])
+def test_of_a_large_file_pieces_are_read_from_end_to_end(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "LARGEST", 64 << 10)
+    lines = [f"Line {n:06d} of the text, naïve and 漢字. " for n in range(40_000)]
+    file = tmp_path / name
+    write(file, lines)
+    settings = Data(path=str(file))
+    rest, held, description = data.split(settings)
+    found = [line for d in [*rest, *held] for line in str(d).splitlines()]
+    assert set(found) <= set(lines)
+    assert len(found) == len(set(found))  # no piece is read twice
+    size = sum(len(line.encode()) for line in found)
+    assert 0.5 < size / pieces.LARGEST < 1.5 if name != "rows.parquet" else size < 0.5 * 1_800_000
+    numbers = sorted(int(line.split()[1]) for line in found)
+    assert numbers[0] < 100
+    assert numbers[-1] >= 39_000
+    gaps = [b - a for a, b in pairwise(numbers)]
+    assert max(gaps) < 40_000 / 32
+    assert description == f"every tenth document of {name} (in 64 places)"
+    fingerprint = data.fingerprint(settings)
+    assert data.fingerprint(settings) == fingerprint
+    write(file, [line.replace("text", "word") for line in lines])
+    assert data.fingerprint(settings) != fingerprint
+
+
+def test_a_large_text_of_one_line_is_cut_at_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "LARGEST", 64 << 10)
+    file = tmp_path / "line.txt"
+    file.write_text("漢" * 40_000)
+    (documents, _, _) = data.split(Data(path=str(file)))
+    assert set("".join(map(str, documents))) == {"漢"}
+
+
+def test_a_broken_record_of_a_large_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "LARGEST", 6400)
+    file = tmp_path / "broken.jsonl"
+    file.write_text('{"text": "a"}\n' * 400 + '{"text": \n' * 400)
+    with pytest.raises(UserError, match=r"broken.jsonl: cannot be read: Expecting value"):
+        data.split(Data(path=str(file)))
+
+
+def test_a_long_text_is_tokenized_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"Line {n}.\n" for n in range(3000))
+    whole = cut([text], of_bytes(), count=100)
+    monkeypatch.setattr(data, "BLOCK", 1000)
+    assert torch.equal(cut([text], of_bytes(), count=100).ids, whole.ids)
