@@ -9,13 +9,13 @@ from typing import Any
 METHODS = ("ntk", "yarn", "linear")
 
 
-def ntk_theta(theta: float, factor: float, head_dim: int) -> float:
-    """The base of static NTK-aware scaling: theta * factor^(d / (d - 2)).
+def ntk_theta(theta: float, factor: float, rotary_dim: int) -> float:
+    """The base of static NTK-aware scaling: theta * factor^(d / (d - 2)), d the channels that turn.
 
     The slowest pair is slowed by exactly `factor`, the fastest not at all
     (bloc97 2023; named in YaRN, arXiv:2309.00071, section 3.1).
     """
-    return theta * factor ** (head_dim / (head_dim - 2))
+    return theta * factor ** (rotary_dim / (rotary_dim - 2))
 
 
 def scaled(
@@ -25,11 +25,13 @@ def scaled(
 
     ntk: a larger theta and nothing else, so that every engine reads it. yarn: NTK by parts with
     its attention temperature (Peng et al. 2023, arXiv:2309.00071). linear: positions divided by
-    the factor (Chen et al. 2023, arXiv:2306.15595).
+    the factor (Chen et al. 2023, arXiv:2306.15595). Of a head, the `partial_rotary_factor` in
+    `rope` turns (GPT-NeoX, Phi: the rest of the channels know no position).
     """
-    theta = rope["rope_theta"]
     if method == "ntk":
-        return {**rope, "rope_type": "default", "rope_theta": ntk_theta(theta, factor, head_dim)}
+        rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+        theta = ntk_theta(rope["rope_theta"], factor, rotary_dim)
+        return {**rope, "rope_type": "default", "rope_theta": theta}
     if method == "linear":
         return {**rope, "rope_type": "linear", "factor": factor}
     return {
