@@ -7,11 +7,25 @@ from pathlib import Path
 from typing import TypeVar
 
 from tqdm import tqdm
-from tqdm.contrib.logging import _TqdmLoggingHandler as TqdmHandler
 
 T = TypeVar("T")
 
 logger = logging.getLogger("compress")
+
+
+class _Console(logging.Handler):
+    """Lines on stderr that leave a progress bar whole."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+class _File(logging.FileHandler):
+    """A log that gives up its lines on a full disk: what runs into that has its own to say."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's own name)
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 def start(file: Path, level: int = logging.INFO) -> None:
@@ -19,11 +33,10 @@ def start(file: Path, level: int = logging.INFO) -> None:
     stop()
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
-    console = TqdmHandler()
-    console.stream = sys.stderr
+    console = _Console()
     console.setLevel(level)
     console.setFormatter(logging.Formatter("%(message)s"))
-    full = logging.FileHandler(file)
+    full = _File(file)
     full.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(console)
     logger.addHandler(full)

@@ -73,7 +73,8 @@ def train(
 
     loss_of(step): the loss of that step, depending on nothing but the step and the parameters.
     measure(): the held-out figure, lower is better, taken with the parameters rounded to `dtype`
-    as they will be stored. Killed at any step, the same call ends with the same bytes.
+    as they will be stored. Killed at any step, the same call ends with the same bytes. Raises
+    OSError where the disk is full; the state before stays.
     """
     parameters = {name: p for _, group in groups for name, p in group.items()}
     for parameter in parameters.values():
@@ -144,7 +145,16 @@ def _keep(
         "best": history.best,
     }
     aside = file.with_suffix(".tmp")
-    torch.save(state, aside)
+    try:
+        with aside.open("wb") as opened:
+            torch.save(state, opened)
+    except (OSError, RuntimeError) as error:
+        aside.unlink(missing_ok=True)
+        # torch ends a write that failed with one of its own that says nothing of the disk.
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(file)) from error
+        raise
     aside.rename(file)
 
 

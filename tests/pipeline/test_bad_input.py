@@ -2,10 +2,12 @@
 
 import errno
 import json
+import resource
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -72,6 +74,7 @@ def test_no_recipe_and_a_wrong_one_list_the_recipes(cli: Cli) -> None:
             "model.path=/no/such/folder",
             "model.path=/no/such/folder: no such model; wanted a folder",
         ),
+        ("model.path=package:no_such.part/x.gguf", "the package no_such.part is not installed"),
         ("data.path=nowhere.txt", "nowhere.txt: no such file; wanted a .txt, .jsonl or .parquet"),
         ("stages=[quantize]", "quantize needs"),
     ],
@@ -177,6 +180,34 @@ def test_a_disk_that_fills_up(cli: Cli, tiny_model: Path, monkeypatch: pytest.Mo
     assert "No space left on device; what is done stays on disk" in cli(*run)
     assert Path("run/stages/calibrate.json").exists()
     assert not Path("run/stages/quantize").exists()
+
+
+def test_a_disk_that_fills_up_while_it_trains(
+    cli: Cli, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is the system's own, so what torch makes of it is what it is."""
+
+    def full(state: object, file: BinaryIO) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            save(state, file)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    save = torch.save
+    run = ("recipe=tiny", f"model.path={tiny_model}", "out=run", *SMALL)
+    run = (*run, "stages=[plan,calibrate,quantize,distill]")
+    monkeypatch.setattr(torch, "save", full)
+    message = cli(*run)
+    assert "distill.state: File too large; what is done stays on disk" in message
+    work = Path("run/stages/distill.partial/work")
+    assert [f.name for f in sorted(work.iterdir())] == [
+        "labels_000000.safetensors",
+        "labels_000016.safetensors",
+    ]
+    assert Path("run/stages/quantize.json").exists()
+    assert not Path("run/stages/distill").exists()
 
 
 def test_help_needs_no_recipe(

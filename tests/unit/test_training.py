@@ -1,0 +1,62 @@
+"""A training run keeps its state on disk, whole or as it was."""
+
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compress import training
+from compress.training import History, Schedule, train
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """What a full disk does, to files of more than `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def trained(work: Path, steps: int, full_from: int | None = None) -> History:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(100, 100))
+    wanted = torch.ones(100, 100)
+
+    def loss_of(step: int) -> Tensor:
+        if full_from is not None and step >= full_from:
+            soft = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, soft[1]))
+        return (weight - wanted).square().mean()
+
+    return train(
+        [(0.1, {"weight": weight})],
+        loss_of,
+        lambda: float((weight - wanted).square().mean()),
+        Schedule(steps),
+        work,
+        what="distill",
+        dtype=torch.float32,
+    )
+
+
+def test_a_full_disk_leaves_the_state_before(tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    wanted = trained(alone, 30)
+    with largest_file(10**9), pytest.raises(OSError, match="File too large") as raised:
+        trained(tmp_path, 30, full_from=15)
+    assert raised.value.errno == errno.EFBIG
+    assert raised.value.filename == str(tmp_path / "distill.state")
+    assert [f.name for f in tmp_path.iterdir() if f.is_file()] == ["distill.state"]
+    assert torch.load(tmp_path / "distill.state")["step"] == training.KEEP_EVERY
+    found = trained(tmp_path, 30)
+    assert found.curve == wanted.curve
+    assert torch.equal(found.best["weight"], wanted.best["weight"])
