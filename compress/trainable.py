@@ -4,16 +4,20 @@ The integers need no gradient and no optimizer state, and RoPE acts on what is i
 checkpoint needs no second quantization after training.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.engines import FUSED_QKV, QUERY_KEY, VALUE
+from compress.kernels.w8a8.reference import quantize_per_token
 from compress.qtensor import QTensor
 from compress.runtime.linear import QuantLinear
 
-ATTENTION_INPUTS = (*QUERY_KEY, *VALUE, *FUSED_QKV)
-SMALLEST = 1e-8
+ROTATED = (*QUERY_KEY, *FUSED_QKV)
+"""What RoPE acts on, with V where it is in one matrix with Q and K."""
+ATTENTION_INPUTS = (*ROTATED, *VALUE)
 
 
 class ScaleLinear(nn.Module):
@@ -37,11 +41,22 @@ class ScaleLinear(nn.Module):
         return nn.functional.linear(x, weight, self.bias)
 
 
+class _StraightThroughInt8(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        ints, scale = quantize_per_token(x)
+        return (ints * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 def straight_through_int8(x: Tensor) -> Tensor:
-    """Round each token to INT8 going forward, the identity going back (Bengio et al. 2013)."""
-    scale = x.detach().abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / 127
-    rounded = torch.round(x.detach() / scale) * scale
-    return x + (rounded - x.detach())
+    """Round each token [..., K] to INT8 going forward, by the very arithmetic of the kernels'
+    reference; the identity going back (Bengio et al. 2013, arXiv:1308.3432).
+    """
+    return _StraightThroughInt8.apply(x)
 
 
 def make_trainable(model: PreTrainedModel) -> PreTrainedModel:
@@ -61,12 +76,12 @@ def scales(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     }
 
 
-def norms_and_attention_inputs(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The norms, and what makes Q and K (and V, where it is in 16 bit), by name."""
+def norms_and(inputs: tuple[str, ...], model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The norms and the linears called one of `inputs` that are in 16 bit, by parameter name."""
     found: dict[str, nn.Parameter] = {}
     for name, module in model.named_modules():
         is_norm = type(module).__name__.endswith("Norm")
-        is_input = isinstance(module, nn.Linear) and name.rpartition(".")[2] in ATTENTION_INPUTS
+        is_input = isinstance(module, nn.Linear) and name.rpartition(".")[2] in inputs
         if is_norm or is_input:
             found |= {f"{name}.{n}": p for n, p in module.named_parameters(recurse=False)}
     return found

@@ -26,17 +26,19 @@ def load(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     backend: str | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load `folder` in eval mode; its quantized linears are `QuantLinear`.
 
     dtype: of weights and activations in 16 or 32 bit; None as stored, but float16 on CPU runs as
     bfloat16 (float16 matrix products are many times slower there). Scales keep the dtype they are
-    stored in. Peak memory is the model and one tensor. Raises UserError for a folder that is no
+    stored in. trust_remote_code: run the Python that lies in the folder, where config.json asks for
+    it. Peak memory is the model and one tensor. Raises UserError for a folder that is no
     causal language model, a damaged file, and a tensor that is missing, doubled, unknown or of the
     wrong shape; for a backend that cannot run on `device`.
     """
     backend = pick_backend(device, backend)
-    skeleton = build_empty(folder, device, dtype)
+    skeleton = build_empty(folder, device, dtype, trust_remote_code)
     names = _fill(skeleton, folder, device)
     _check_complete(skeleton, names, folder)
     skeleton.tie_weights()
@@ -50,10 +52,12 @@ def load(
     return skeleton.eval().requires_grad_(False)
 
 
-def build_empty(folder: Path, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
+def build_empty(
+    folder: Path, device: str, dtype: torch.dtype | None, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model's modules, parameters on the meta device, quantized linears put in place."""
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         quantization = getattr(config, "quantization_config", None)
         if quantization is not None:
             # Else transformers would look for its own quantizer in what it builds from this.
@@ -63,8 +67,10 @@ def build_empty(folder: Path, device: str, dtype: torch.dtype | None) -> PreTrai
             dtype = torch.bfloat16
         # Buffers stay real: rotary frequencies are computed when a module is built, and not stored.
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(f"{folder}: not a causal language model that loads: {reason}") from error
     if quantization is not None:

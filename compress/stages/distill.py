@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from compress import checkpoint, data, heldout
 from compress.algorithms.soft_labels import kl_top_k, top_k
@@ -18,7 +18,7 @@ from compress.model import BlockModel, storage_dtype
 from compress.runtime.loader import load
 from compress.source import describe
 from compress.stage import Run
-from compress.trainable import make_trainable, norms_and_attention_inputs, scales
+from compress.trainable import ATTENTION_INPUTS, make_trainable, norms_and, scales
 from compress.training import Schedule, relative_groups, train
 
 CHUNK = 16  # windows for which the teacher's blocks are read once
@@ -35,7 +35,7 @@ class Distill:
     """
 
     name: ClassVar[str] = "distill"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics", "quantized")
     gives: ClassVar[str | None] = "quantized"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "device")
@@ -75,11 +75,11 @@ class Distill:
         windows = self._windows(run)
         labels = self._labels(run, windows)
 
-        model = make_trainable(load(source, device=config.device, dtype=torch.float32))
+        model = make_trainable(_loaded(run, source))
         dtype = storage_dtype(model.config, config.model.dtype)
         groups = [
             *relative_groups(self.scale_rate, scales(model)),
-            (self.rate, norms_and_attention_inputs(model)),
+            (self.rate, norms_and(ATTENTION_INPUTS, model)),
         ]
         steps = self.epochs * (len(windows.ids) // self.batch)
         order = _order(len(windows.ids), self.epochs, config.seed)
@@ -140,7 +140,9 @@ class Distill:
         rest, _, _ = data.split(settings)
         return data.windows(
             rest,
-            AutoTokenizer.from_pretrained(run.artifacts["dense"]),
+            AutoTokenizer.from_pretrained(
+                run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
+            ),
             count=self.samples,
             length=min(self.length, describe(run.artifacts["dense"])["max_position_embeddings"]),
             seed=run.config.seed + 1,
@@ -180,10 +182,18 @@ class Distill:
         return {"ids": ids, "probabilities": probabilities, "figures": figures}
 
 
+def _loaded(run: Run, folder: Path) -> PreTrainedModel:
+    return load(
+        folder,
+        device=run.config.device,
+        dtype=torch.float32,
+        trust_remote_code=run.config.model.trust_remote_code,
+    )
+
+
 def _served_kl(run: Run, folder: Path) -> float:
     """The held-out KL of the model in `folder`, loaded from disk and run by the kernels."""
-    model = load(folder, device=run.config.device, dtype=torch.float32)
-    return heldout.distance_of(model, run.artifacts["statistics"]).kl
+    return heldout.distance_of(_loaded(run, folder), run.artifacts["statistics"]).kl
 
 
 def _write_labels(teacher: BlockModel, ids: Tensor, mask: Tensor, k: int, file: Path) -> None:
@@ -196,11 +206,7 @@ def _write_labels(teacher: BlockModel, ids: Tensor, mask: Tensor, k: int, file: 
         with teacher.block(index) as block:
             for number, (i, m) in enumerate(batches):
                 hidden[number] = block(hidden[number], **teacher.calls(i, m)[index])
-    kept = [
-        top_k(teacher.logits(h[row : row + 1]), k)
-        for h in hidden
-        for row in range(len(h))
-    ]
+    kept = [top_k(teacher.logits(h[row : row + 1]), k) for h in hidden for row in range(len(h))]
     aside = file.with_suffix(".tmp")
     labels = {
         "ids": torch.cat([ids for ids, _ in kept]).cpu(),

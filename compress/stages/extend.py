@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from compress import checkpoint, data, heldout
 from compress.algorithms import rope
@@ -18,10 +18,11 @@ from compress.model import storage_dtype
 from compress.runtime.loader import load
 from compress.source import describe
 from compress.stage import Run
-from compress.trainable import make_trainable, norms_and_attention_inputs
+from compress.trainable import ROTATED, make_trainable, norms_and
 from compress.training import Schedule, train
 
 POSITIONS = 8  # parts of a window over which the perplexity is given
+CHUNK = 512  # positions whose logits are held at once: 0.3 GB in float32 at V = 152 thousand
 
 
 @dataclass(kw_only=True)
@@ -29,13 +30,14 @@ class Extend:
     """How far the context window is stretched, and how the model is used to it.
 
     factor: new window over old; 1 leaves the model as it is. method: ntk (static NTK-aware: every
-    engine reads it), yarn (NTK by parts), linear. steps: of the fine-tune of norms, Q and K (and V,
-    where it is in 16 bit) at the new length, the integers frozen; 0: none. rate: its learning rate.
-    batch: windows a step. heldout_windows: long held-out windows on which it is measured.
+    engine reads it), yarn (NTK by parts), linear. steps: of the fine-tune of norms, Q and K (and V
+    where it is in one matrix with them) at the new length, the integers frozen; 0: none. rate: its
+    learning rate. batch: windows a step. heldout_windows: long held-out windows on which it is
+    measured.
     """
 
     name: ClassVar[str] = "extend"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics", "quantized")
     gives: ClassVar[str | None] = "quantized"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "device")
@@ -71,7 +73,10 @@ class Extend:
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         source = run.artifacts["quantized"]
         config = describe(source)
-        window = AutoConfig.from_pretrained(source).max_position_embeddings
+        parsed = AutoConfig.from_pretrained(
+            source, trust_remote_code=run.config.model.trust_remote_code
+        )
+        window = parsed.max_position_embeddings
         if self.factor == 1:
             checkpoint.hand_on(source, out)
             logger.info(f"  off: the window of {window} tokens is kept")
@@ -84,15 +89,15 @@ class Extend:
             }
 
         longer = round(window * self.factor)
-        scaled = _scale(source, run.work / "scaled", config, self.method, self.factor, longer)
-        device = run.config.device
+        scaled = run.work / "scaled"
+        _scale(source, scaled, config, parsed, self.method, self.factor, longer)
         texts, held = self._windows(run, longer)
 
-        unscaled_model = load(source, device=device, dtype=torch.float32)
+        unscaled_model = _loaded(run, source)
         before = perplexity_by_position(unscaled_model, held.ids)
         kl_before = heldout.distance_of(unscaled_model, run.artifacts["statistics"])
         del unscaled_model
-        model = make_trainable(load(scaled, device=device, dtype=torch.float32))
+        model = make_trainable(_loaded(run, scaled))
         at_once = perplexity_by_position(model, held.ids)
         dtype = storage_dtype(model.config, run.config.model.dtype)
         changed: dict[str, Tensor] = {}
@@ -110,7 +115,7 @@ class Extend:
                 return next_token_losses(model, ids).mean()
 
             history = train(
-                [(self.rate, norms_and_attention_inputs(model))],
+                [(self.rate, norms_and(ROTATED, model))],
                 loss_of,
                 lambda: math.log(mean_perplexity(perplexity_by_position(model, held.ids))),
                 Schedule(self.steps, measures=self.measures),
@@ -122,8 +127,7 @@ class Extend:
             curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
         after = perplexity_by_position(model, held.ids)
         checkpoint.rewrite(source, out, changed, describe(scaled))
-        served = load(out, device=device, dtype=torch.float32)
-        kl_after = heldout.distance_of(served, run.artifacts["statistics"])
+        kl_after = heldout.distance_of(_loaded(run, out), run.artifacts["statistics"])
         logger.info(
             f"  window {window} to {longer} ({self.method}): perplexity on it "
             f"{mean_perplexity(before):.2f} unscaled, {mean_perplexity(at_once):.2f} scaled, "
@@ -152,7 +156,9 @@ class Extend:
 
     def _windows(self, run: Run, length: int) -> tuple[data.Windows, data.Windows]:
         settings = run.config.data
-        tokenizer = AutoTokenizer.from_pretrained(run.artifacts["dense"])
+        tokenizer = AutoTokenizer.from_pretrained(
+            run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
+        )
         rest, held, description = data.split(settings)
         # Conversations are joined as text: one alone would leave a long window to padding.
         rest, held = [data.plain(d) for d in rest], [data.plain(d) for d in held]
@@ -176,12 +182,29 @@ class Extend:
         return texts, long_held
 
 
+def _loaded(run: Run, folder: Path) -> PreTrainedModel:
+    return load(
+        folder,
+        device=run.config.device,
+        dtype=torch.float32,
+        trust_remote_code=run.config.model.trust_remote_code,
+    )
+
+
 def _scale(
-    source: Path, folder: Path, config: dict[str, Any], method: str, factor: float, window: int
-) -> Path:
-    """The model of `source` with its RoPE scaled, as a folder of links."""
-    # As transformers reads it: config.json has had several spellings, and leaves defaults out.
-    parsed = AutoConfig.from_pretrained(source)
+    source: Path,
+    folder: Path,
+    config: dict[str, Any],
+    parsed: PretrainedConfig,
+    method: str,
+    factor: float,
+    window: int,
+) -> None:
+    """Make `folder` the model of `source` with its RoPE scaled, by links.
+
+    config: config.json as it stands. parsed: as transformers reads it, which knows its several
+    spellings and the defaults that it leaves out.
+    """
     parameters = dict(getattr(parsed, "rope_parameters", None) or {})
     if parameters.get("rope_type", "default") != "default" or not parameters.get("rope_theta"):
         raise UserError(
@@ -201,19 +224,45 @@ def _scale(
     for name in ("rope_theta", "rope_scaling"):
         changed.pop(name, None)
     write_json(folder / "config.json", changed)
-    return folder
 
 
 def next_token_losses(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The loss in nats of every token but the first, [B, T - 1]."""
-    logits = model(ids, use_cache=False).logits[:, :-1].float()
-    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    return _losses(model(ids, use_cache=False).logits[:, :-1], ids[:, 1:])
+
+
+def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The loss in nats of `tokens` [B, T] by `logits` [B, T, V], which are made float32."""
+    return torch.nn.functional.cross_entropy(
+        logits.float().transpose(1, 2), tokens, reduction="none"
+    )
 
 
 @torch.no_grad()
+def losses_in_chunks(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """`next_token_losses` of one window `ids` [1, T], the logits of CHUNK positions at a time.
+
+    A window of 32 thousand tokens has 20 GB of logits in float32 at V = 152 thousand.
+    """
+    states = model.base_model(ids, use_cache=False)
+    hidden, found = states.last_hidden_state, []
+    for first in range(0, ids.shape[1] - 1, CHUNK):
+        tokens = ids[:, first + 1 : first + 1 + CHUNK]
+        states.last_hidden_state = hidden[:, first : first + tokens.shape[1]]
+        # In place of what the blocks give, so that the model itself makes logits of it: some
+        # scale or cap what comes out of the head.
+        given = model.base_model.register_forward_hook(lambda *_: states)
+        try:
+            logits = model(ids[:, :1], use_cache=False).logits
+        finally:
+            given.remove()
+        found.append(_losses(logits, tokens))
+    return torch.cat(found, 1)
+
+
 def perplexity_by_position(model: PreTrainedModel, ids: Tensor) -> list[float]:
     """Perplexity over each of POSITIONS equal parts of windows `ids` [n, T]."""
-    losses = torch.cat([next_token_losses(model, row.to(model.device)) for row in ids.split(1)])
+    losses = torch.cat([losses_in_chunks(model, row.to(model.device)) for row in ids.split(1)])
     parts = losses.mean(0).tensor_split(POSITIONS)
     return [float(part.mean().exp()) for part in parts]
 

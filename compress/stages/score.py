@@ -65,9 +65,11 @@ class Score:
         from compress.eval.judge import Judge, questions
 
         dense, seed = run.artifacts["dense"], run.config.seed
-        tokenizer = AutoTokenizer.from_pretrained(dense)
+        trust = run.config.model.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=trust)
         # The original's context, so that both answer the same questions.
-        context = AutoConfig.from_pretrained(dense).max_position_embeddings
+        config = AutoConfig.from_pretrained(dense, trust_remote_code=trust)
+        context = config.max_position_embeddings
         text, source = self._text(run)
         judge = Judge(
             tokenizer=tokenizer,

@@ -65,12 +65,12 @@ class Serve:
 
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         """Return the kernel check, the answers, and the latency before and after."""
-        device, seed = run.config.device, run.config.seed
+        device, seed, trust = run.config.device, run.config.seed, run.config.model.trust_remote_code
         folders = {"before": run.artifacts["dense"], "after": run.artifacts["checkpoint"]}
         backend = pick_backend(device, self.backend)
-        prompt_tokens = self._prompt_tokens(folders)
+        prompt_tokens = self._prompt_tokens(folders, trust)
 
-        model = load(folders["after"], device=device, backend=backend)
+        model = load(folders["after"], device=device, backend=backend, trust_remote_code=trust)
         kernel_check = check_kernels(model, backend, seed)
         logger.info(
             f"  {kernel_check['layers']} quantized layers on {backend} agree with the reference "
@@ -94,7 +94,10 @@ class Serve:
         latency: dict[str, Any] = {}
         answers: dict[str, str] = {}
         for names in turns:
-            models = {name: load(folders[name], device=device, backend=backend) for name in names}
+            models = {
+                name: load(folders[name], device=device, backend=backend, trust_remote_code=trust)
+                for name in names
+            }
             timings = time_models(
                 models,
                 prompt_tokens=prompt_tokens,
@@ -105,7 +108,7 @@ class Serve:
             )
             for name, model in models.items():
                 latency[name] = summarize(timings[name], prompt_tokens) | footprints[name]
-                answers[name] = self._ask(model, folders[name])
+                answers[name] = self._ask(model, folders[name], trust)
             del models, model
         _say(latency, answers)
         return {
@@ -119,10 +122,11 @@ class Serve:
             "after": latency["after"],
         }
 
-    def _prompt_tokens(self, folders: dict[str, Path]) -> int:
+    def _prompt_tokens(self, folders: dict[str, Path], trust: bool) -> int:
         """`prompt_tokens`, or what the shorter context has room for."""
         context = min(
-            AutoConfig.from_pretrained(f).max_position_embeddings for f in folders.values()
+            AutoConfig.from_pretrained(f, trust_remote_code=trust).max_position_embeddings
+            for f in folders.values()
         )
         if self.new_tokens >= context:
             raise UserError(
@@ -133,8 +137,8 @@ class Serve:
             logger.info(f"  prompts of {room} tokens: the model's context holds {context}")
         return room
 
-    def _ask(self, model: PreTrainedModel, folder: Path) -> str:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+    def _ask(self, model: PreTrainedModel, folder: Path, trust: bool) -> str:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
         prompt = chat_prompt(tokenizer, self.question)
         (answer,) = generate(
             model, tokenizer, [prompt], max_new_tokens=self.answer_tokens, batch_size=1
