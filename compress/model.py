@@ -19,6 +19,7 @@ from compress.checkpoint import read_quantization_config
 from compress.errors import UserError
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import swap_linears
+from compress.structure import stored_name
 from compress.tensors import TensorFiles
 
 CHUNK = 1 << 25
@@ -137,7 +138,7 @@ class BlockModel:
 
     def outside_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What lies outside the blocks, as stored, read one by one; a tied head is left out."""
-        tied = tied_names(self.skeleton)
+        tied = {stored_name(self.config, name) for name in tied_names(self.skeleton)}
         for name in self.tensors:
             if not name.startswith(f"{self.prefix}.") and name not in tied:
                 yield name, self.tensors[name]
@@ -195,13 +196,14 @@ class BlockModel:
         self._check(self._table, self._embedding.weight.shape)
         self._width = self._embedding.weight.shape[1]
         head = self.skeleton.get_output_embeddings()
-        stored = self._table if tied_names(self.skeleton) else f"{names[head]}.weight"
+        own = stored_name(self.config, f"{names[head]}.weight")
+        stored = self._table if tied_names(self.skeleton) else own
         self._check(stored, head.weight.shape)
         self.skeleton.set_submodule(names[head], _Head(self.tensors, stored, head.bias))
 
     def _fill(self, module: nn.Module, prefix: str, names: Iterable[str]) -> None:
         for name in names:
-            empty, full = _get(module, name), prefix + name
+            empty, full = _get(module, name), stored_name(self.config, prefix + name)
             self._check(full, empty.shape)
             # A copy, so that the file can be closed.
             dtype = self.dtype if isinstance(empty, nn.Parameter) else None

@@ -80,6 +80,33 @@ def test_configuration_as_the_library_writes_it_reads_back(spec: QuantSpec) -> N
     assert checkpoint.read_quantization_config(theirs, [*IGNORE, NAME]) == {NAME: spec}
 
 
+def test_mixed_precision_is_a_group_a_spec() -> None:
+    w4, w8, w8a8 = QuantSpec(4, group_size=64), QuantSpec(8), QuantSpec(8, activation_bits=8)
+    specs = {"b.0.up": w4, "b.0.down": w8, "b.1.up": w4, "b.1.down": w8}
+    config = json.loads(json.dumps(checkpoint.quantization_config(specs, IGNORE)))
+    assert config["format"] == "pack-quantized"
+    groups = config["config_groups"].values()
+    assert [g["targets"] for g in groups] == [["b.0.up", "b.1.up"], ["b.0.down", "b.1.down"]]
+    assert checkpoint.read_quantization_config(config, [*specs, *IGNORE, "b.2.up"]) == specs
+    assert checkpoint.group_specs(config) == [w4, w8]
+    specs["b.1.down"] = w8a8
+    config = checkpoint.quantization_config(specs, IGNORE)
+    assert config["format"] == "mixed-precision"
+    library = QuantizationConfig.model_validate(config)
+    formats = [group.format for group in library.config_groups.values()]
+    assert formats == ["pack-quantized", "pack-quantized", "int-quantized"]
+    theirs = json.loads(library.model_dump_json())
+    assert checkpoint.read_quantization_config(theirs, [*specs, *IGNORE]) == specs
+
+
+def test_a_name_goes_before_a_pattern_and_that_before_the_class() -> None:
+    config = checkpoint.quantization_config({"b.0.up": QuantSpec(4), "b.0.down": QuantSpec(8)}, [])
+    everything, some = config["config_groups"].values()
+    everything["targets"], some["targets"] = ["Linear"], ["re:.*down", "b.1.up"]
+    found = checkpoint.read_quantization_config(config, ["b.0.up", "b.0.down", "b.1.up"])
+    assert found == {"b.0.up": QuantSpec(4), "b.0.down": QuantSpec(8), "b.1.up": QuantSpec(8)}
+
+
 @pytest.mark.parametrize(
     "config",
     [{"quant_method": "gptq", "bits": 4}, {}, {"quant_method": "compressed-tensors"}],

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -36,6 +37,7 @@ FAMILIES: list[PretrainedConfig] = [
     Qwen2Config(**SIZES),
     Qwen3Config(**SIZES, head_dim=8),
     Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=8),
+    GPTNeoXConfig(**SIZES),
 ]
 
 
