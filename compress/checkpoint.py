@@ -217,11 +217,11 @@ def rewrite(
 
 
 def reshard(source: Path, folder: Path, *, shard_bytes: int) -> None:
-    """Make `folder` the model of `source` in shards of at most `shard_bytes`, or linked as it is
-    where a single file will do.
+    """Make `folder` the model of `source` in files of at most `shard_bytes`: by links where they
+    are, else written again.
     """
     files = TensorFiles.files(source)
-    if sum(file.stat().st_size for file in files) <= shard_bytes and len(files) == 1:
+    if max(file.stat().st_size for file in files) <= shard_bytes:
         hand_on(source, folder)
         return
     tensors = TensorFiles(source)

@@ -148,6 +148,7 @@ class BlockModel:
         known, places = ids.unique(return_inverse=True)
         self._look_up_in(self.tensors.rows(self._table, known.cpu()))
         self._frame(places, mask)
+        self._look_up_in(self._nothing)
         return self._frames[0].hidden
 
     def calls(self, ids: Tensor, mask: Tensor | None = None) -> list[dict[str, Any]]:
@@ -156,7 +157,6 @@ class BlockModel:
         Made again when needed, since masks of many batches would not fit in memory; without
         padding they depend on the shape alone, and the last ones are kept.
         """
-        self._look_up_in(torch.zeros(1, self._width))
         anything = torch.zeros_like(ids)
         if mask is not None and not bool(mask.all()):
             self._frame(anything, mask)
@@ -170,7 +170,6 @@ class BlockModel:
         """Logits [B, T, V] from what the last block gave, by the model's own last norm and head."""
         last = self._frames[-1]
         last.instead = hidden
-        self._look_up_in(torch.zeros(1, self._width))
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
         try:
             return self.skeleton(ids, use_cache=False).logits
@@ -194,7 +193,9 @@ class BlockModel:
         self._embedding.padding_idx = None  # it would be looked for among the rows looked up
         self._table = f"{names[self._embedding]}.weight"
         self._check(self._table, self._embedding.weight.shape)
-        self._width = self._embedding.weight.shape[1]
+        # One row, for where ids [B, T] are looked up and only their shape matters.
+        self._nothing = torch.zeros(1, self._embedding.weight.shape[1])
+        self._look_up_in(self._nothing)
         head = self.skeleton.get_output_embeddings()
         own = stored_name(self.config, f"{names[head]}.weight")
         stored = self._table if tied_names(self.skeleton) else own

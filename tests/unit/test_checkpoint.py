@@ -14,6 +14,7 @@ from torch import Tensor
 from compress import checkpoint
 from compress.errors import UserError
 from compress.qtensor import QTensor, QuantSpec, quantize
+from compress.tensors import TensorFiles
 
 SPECS = [
     QuantSpec(8, activation_bits=8),
@@ -193,6 +194,22 @@ def test_shards_hold_every_tensor_once(tmp_path: Path, shard_bytes: int, files: 
         assert listing["metadata"]["total_size"] == 5 * 16 * 16 * 4
         assert {out / f for f in listing["weight_map"].values()} == set(found)
     assert not list(out.glob("*.tmp"))
+
+
+def test_only_files_that_are_too_large_are_written_again(tmp_path: Path) -> None:
+    made, linked, cut = (tmp_path / name for name in ("made", "linked", "cut"))
+    for folder in (made, linked, cut):
+        folder.mkdir()
+    checkpoint.write(made, parts(), {"a": 1}, source(tmp_path / "in"), shard_bytes=2048)
+    checkpoint.reshard(made, linked, shard_bytes=4096)
+    for file in made.iterdir():
+        assert (linked / file.name).samefile(file)
+    checkpoint.reshard(made, cut, shard_bytes=1024)
+    assert len(TensorFiles.files(cut)) == 5
+    before, after = TensorFiles(made), TensorFiles(cut)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((cut / "config.json").read_text()) == {"a": 1}
 
 
 def test_companions_come_along_and_other_weights_do_not(tmp_path: Path) -> None:
