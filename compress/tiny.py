@@ -24,7 +24,7 @@ from compress.log import progress
 VOCABULARY = 1024
 CONTEXT = 256
 BATCH = 4
-STEPS = 400
+STEPS = 340  # holds out 3.99 nats a token in 63 s of one core of a busy EPYC; 400: 3.96 in 72 s
 PEAK_LEARNING_RATE = 0.01
 BOS, EOS, PAD, USER, ASSISTANT = "<|begin|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
