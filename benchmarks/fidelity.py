@@ -1,0 +1,178 @@
+"""Compress one model with this project and with its peers, and judge all by the same judge.
+
+    sh benchmarks/peers_env.sh         # once: llm-compressor, in an environment of its own
+    .venv/bin/python benchmarks/fidelity.py --model FOLDER
+
+Every contender gets the same model, calibration tokens, scheme and list of linears left in 16 bit,
+which is that of `engine=vllm`: q, k, v and the output head. Ours is `python -m compress` with plan,
+calibrate, quantize and export: no distillation. All checkpoints are read back from disk by our
+runtime and judged on text and tasks that nothing was tuned on. What is done is kept in
+runs/fidelity and not done again; a killed run goes on. The results go to
+benchmarks/results/fidelity-SCHEME.json and, as tables, to docs/fidelity.md.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fidelity_make import (
+    CONTENDERS,
+    HERE,
+    ROOT,
+    SCHEMES,
+    Contender,
+    Setting,
+    folder_of,
+    make,
+    prepare,
+)
+from fidelity_table import write_tables
+from transformers import AutoTokenizer
+
+from compress.artifact import fingerprint, write_json
+from compress.eval import fidelity
+from compress.machine import hardware, packages
+from compress.model import TensorFiles
+from compress.stages.plan import tensor_elements
+
+RESULTS = HERE / "results"
+TEST_WINDOWS, TEST_LENGTH = 8, 1024
+
+
+def judged(folder: Path, request: dict[str, Any]) -> Path:
+    """The file of the judge's answer to the checkpoint of `folder`, named by what was asked."""
+    asked = {name: value for name, value in request.items() if name != "checkpoints"}
+    return folder / f"judged-{fingerprint(asked)[:12]}.json"
+
+
+def judge(folders: list[Path], request: dict[str, Any], original: Path) -> None:
+    """Have every checkpoint judged that is not yet. original: where the model's own answer goes."""
+    pairs = [(Path(request["model"]), judged(original, request))]
+    pairs += [(folder / "checkpoint", judged(folder, request)) for folder in folders]
+    missing = {str(folder): str(file) for folder, file in pairs if not file.exists()}
+    if missing:
+        file = original / "judge.json"
+        write_json(file, {**request, "checkpoints": missing})
+        subprocess.run([sys.executable, str(HERE / "worker_judge.py"), str(file)], check=True)
+
+
+def request_for(model: Path, data: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """What the judge is asked, but for the checkpoints."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = (data / "wikitext2_test.txt").read_text(encoding="utf-8")
+    return {
+        "model": str(model),
+        "windows": fidelity.windows(text, tokenizer, TEST_WINDOWS, TEST_LENGTH).tolist(),
+        "data": str(data),
+        "items": options.items,
+        "task_dtype": options.task_dtype,
+        "batch_size": 8,
+    }
+
+
+def result_of(contender: Contender, setting: Setting, request: dict[str, Any]) -> dict[str, Any]:
+    """What the contender's checkpoint cost and how it was judged, or why there is none."""
+    folder = folder_of(contender, setting)
+    made = json.loads((folder / "made.json").read_text())
+    result = {"label": contender.label, "options": contender.options}
+    result |= {name: value for name, value in made.items() if name != "settings"}
+    if "failed" in result:
+        return result
+    weights = sum(f.stat().st_size for f in TensorFiles.files(folder / "checkpoint"))
+    parameters = sum(tensor_elements(setting.model).values())
+    said = json.loads(judged(folder, request).read_text())
+    return {**result, "bytes": weights, "bits_per_weight": 8 * weights / parameters, **said}
+
+
+def report(
+    setting: Setting, contenders: list[Contender], request: dict[str, Any], original: Path
+) -> dict[str, Any]:
+    """All that is known of one scheme, as it is committed."""
+    made = [c for c in contenders if (folder_of(c, setting) / "made.json").exists()]
+    return {
+        "model": setting.model.name,
+        "parameters": sum(tensor_elements(setting.model).values()),
+        "scheme": setting.spec.scheme,
+        "quantized": len(setting.chosen.quantize),
+        "left_alone": sorted({name.rpartition(".")[2] for name in setting.chosen.ignore}),
+        "calibration": {"windows": setting.ids.shape[0], "tokens": setting.ids.shape[1]},
+        "judge": {
+            "windows": len(request["windows"]),
+            "tokens": len(request["windows"][0]),
+            "items": request["items"],
+            "task_dtype": request["task_dtype"],
+        },
+        "hardware": hardware(),
+        "versions": packages(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "original": json.loads(judged(original, request).read_text()),
+        "results": {c.name: result_of(c, setting, request) for c in made},
+    }
+
+
+def run(options: argparse.Namespace) -> None:
+    """Make what is missing, judge it, write the results."""
+    model, data = options.model.absolute(), options.data.absolute()
+    original = options.work / model.name
+    settings = [prepare(s, model, data / "wikitext2_train.txt", original) for s in options.schemes]
+    request = request_for(model, data, options)
+    contenders = [with_fields(contender, options.set) for contender in CONTENDERS]
+    for setting in settings:
+        fit = [c for c in contenders if setting.spec.bits in c.bits]
+        for contender in fit:
+            if contender.name in options.only:
+                make(contender, setting)
+        folders = [folder_of(c, setting) for c in fit]
+        judge([f for f in folders if (f / "checkpoint").is_dir() and made_in(f)], request, original)
+        file = RESULTS / f"fidelity-{setting.folder.name}.json"
+        write_json(file, report(setting, fit, request, original))
+        print(file)
+    print(write_tables(RESULTS, ROOT / "docs/fidelity.md"))
+
+
+def made_in(folder: Path) -> bool:
+    """Whether a checkpoint was finished there."""
+    file = folder / "made.json"
+    return file.exists() and "failed" not in json.loads(file.read_text())
+
+
+def with_fields(contender: Contender, fields: list[str]) -> Contender:
+    """`ours` with further `field=value` of our configuration; any other contender as it is."""
+    if contender.name != "ours":
+        return contender
+    return replace(contender, options=dict(f.split("=", 1) for f in fields))
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    names = [contender.name for contender in CONTENDERS]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument(
+        "--data", type=Path, default=ROOT.parent / "shared/data", help="texts and tasks"
+    )
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--only", nargs="+", default=names, choices=names, help="make just these")
+    parser.add_argument("--items", type=int, default=200, help="of each task, the first")
+    parser.add_argument("--task-dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="of our own configuration"
+    )
+    parser.add_argument("--work", type=Path, default=ROOT / "runs/fidelity")
+    options = parser.parse_args()
+    for path in (options.model / "config.json", options.data / "wikitext2_train.txt"):
+        if not path.exists():
+            parser.error(f"{path}: no such file")
+    run(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

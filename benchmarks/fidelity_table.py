@@ -1,0 +1,170 @@
+"""The tables of docs/fidelity.md, from the results of fidelity.py.
+
+.venv/bin/python benchmarks/fidelity_table.py      # write them again
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.eval import statistics
+
+ROOT = Path(__file__).resolve().parents[1]
+TASKS = {
+    "hellaswag": "HellaSwag",
+    "arc_easy": "ARC-Easy",
+    "lambada": "LAMBADA",
+    "blimp": "BLiMP",
+}
+OURS = "ours"
+SCHEMES = ("w4a16-g64", "w4a16", "w8a8")
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+Result = dict[str, Any]
+Rows = NDArray[np.float64]
+
+
+def rows(judged: Result) -> Rows:
+    """What each item adds to each task, [n, 2 * tasks]: right or not, and one for the count.
+
+    Items of all tasks stand below each other, so that one resampling covers them all.
+    """
+    found = []
+    for column, name in enumerate(TASKS):
+        right = np.array([int(digit) for digit in judged["correct"][name]], dtype=np.float64)
+        block = np.zeros((len(right), 2 * len(TASKS)))
+        block[:, 2 * column], block[:, 2 * column + 1] = right, 1
+        found.append(block)
+    return np.concatenate(found)
+
+
+def average(summed: Rows) -> float:
+    """Mean over tasks of the accuracy in percent, from a sum of `rows`: every task counts alike."""
+    return float(np.mean(100 * summed[::2] / np.maximum(summed[1::2], 1)))
+
+
+def accuracy(judged: Result, task: str) -> float:
+    """Percent of a task's items that are right."""
+    digits = judged["correct"][task]
+    return 100 * digits.count("1") / len(digits)
+
+
+def mean(values: list[float]) -> float:
+    """Of one figure over the judge's windows."""
+    return sum(values) / len(values)
+
+
+def beside(result: Result, other: Result) -> str:
+    """Difference of the two averages over tasks, with its paired 95% interval."""
+    before, after = rows(other), rows(result)
+    low, high = statistics.paired_interval(before, after, average, seed=0)
+    difference = average(after.sum(0)) - average(before.sum(0))
+    return f"{difference:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def best_peer(report: Result) -> Result | None:
+    """The peers' checkpoint of the least KL."""
+    peers = [r for name, r in report["results"].items() if "kl" in r and not is_ours(name)]
+    return min(peers, key=lambda r: mean(r["kl"]), default=None)
+
+
+def is_ours(name: str) -> bool:
+    """Whether the contender of this name is one of this project's own settings."""
+    return name.split("-")[0] == OURS
+
+
+def table(report: Result) -> str:
+    """One scheme: a line a contender, and what the comparison comes to."""
+    original = report["original"]
+    names = " | ".join(TASKS.values())
+    lines = [
+        f"### {report['scheme']}",
+        "",
+        "| | KL | top-1 | perplexity | "
+        f"{names} | average | beside the original | MB | bits | s | peak GB |",
+        "|---|" + "---|" * (9 + len(TASKS)),
+        line("original", original, original),
+    ]
+    for result in report["results"].values():
+        lines.append(line(result["label"], result, original))
+    peer, ours = best_peer(report), report["results"].get(OURS)
+    if peer is not None and ours is not None:
+        ratio = mean(ours["kl"]) / mean(peer["kl"])
+        lines += [
+            "",
+            f"Ours has {ratio:.2f} of the KL of the best peer here ({peer['label']}), and its "
+            f"average over the tasks lies {beside(ours, peer)} from that peer's.",
+        ]
+    return "\n".join(lines)
+
+
+def line(label: str, result: Result, original: Result) -> str:
+    """One contender's line of the table."""
+    if "failed" in result:
+        return f"| {label} | does not run: `{result['failed']}` |" + " |" * (8 + len(TASKS))
+    fidelity = f"{mean(result['kl']):.4f} | {100 * mean(result['top1']):.1f}%"
+    perplexity = f"{math.exp(mean(result['nll'])):.2f}"
+    scores = " | ".join(f"{accuracy(result, task):.1f}" for task in TASKS)
+    total = f"{average(rows(result).sum(0)):.1f}"
+    if result is original:
+        return f"| {label} | 0 | 100% | {perplexity} | {scores} | {total} | | | | | |"
+    cost = (
+        f"{result['bytes'] / 1e6:.1f} | {result['bits_per_weight']:.2f} | "
+        f"{result['seconds']:.0f} | {result['peak_rss_bytes'] / 1e9:.1f}"
+    )
+    return (
+        f"| {label} | {fidelity} | {perplexity} | {scores} | {total} | "
+        f"{beside(result, original)} | {cost} |"
+    )
+
+
+def tables(reports: list[Result]) -> str:
+    """All schemes, below a line that says on what, with what and where they were measured."""
+    if not reports:
+        return "Nothing is measured yet."
+    return "\n\n".join([conditions(reports), *(table(report) for report in reports)])
+
+
+def conditions(reports: list[Result]) -> str:
+    """Model, tokens, machine and versions."""
+    first = reports[0]
+    judge, calibration, hardware = first["judge"], first["calibration"], first["hardware"]
+    versions = {
+        name: version
+        for report in reports
+        for result in report["results"].values()
+        for name, version in result.get("versions", {}).items()
+    }
+    peers = ", ".join(f"{name} {version}" for name, version in versions.items())
+    ours = first["versions"]
+    return (
+        f"{first['model']}, {first['parameters'] / 1e6:.0f}M parameters; left in 16 bit: "
+        f"{', '.join(first['left_alone'])}. Calibration: {calibration['windows']} windows of "
+        f"{calibration['tokens']} tokens. Judge: {judge['windows']} windows of {judge['tokens']} "
+        f"tokens in float32, the first {judge['items']} items of each task in "
+        f"{judge['task_dtype']}. {hardware['cpu']}, {hardware['cores']} cores, "
+        f"{hardware['memory_bytes'] / 1e9:.0f} GB; peers: {peers}; ours and the judge: torch "
+        f"{ours['torch']}, transformers {ours['transformers']}."
+    )
+
+
+def write_tables(results: Path, page: Path) -> str:
+    """Put the tables of the results that there are into the page; returns them."""
+    files = [results / f"fidelity-{scheme}.json" for scheme in SCHEMES]
+    text = tables([json.loads(file.read_text()) for file in files if file.exists()])
+    whole = page.read_text(encoding="utf-8")
+    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
+    written, count = pattern.subn(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", whole)
+    if count != 1:
+        raise SystemExit(f"{page}: wanted {BEGIN} and {END} in it once")
+    page.write_text(written, encoding="utf-8")
+    return text
+
+
+if __name__ == "__main__":
+    print(write_tables(ROOT / "benchmarks/results", ROOT / "docs/fidelity.md"))

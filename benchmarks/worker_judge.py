@@ -1,0 +1,123 @@
+"""Judge checkpoints beside their original: fidelity on a text, accuracy on four tasks.
+
+.venv/bin/python benchmarks/worker_judge.py REQUEST.json
+
+Started by fidelity.py, for which see there. Every checkpoint, whoever made it, is loaded from disk
+by our runtime. The answer to each is a file, written as soon as it is known.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.artifact import write_json
+from compress.eval import fidelity
+from compress.eval.answers import ask
+from compress.eval.fidelity import Reference
+from compress.eval.likelihood import encode, spaced
+from compress.eval.tasks import Item, Task
+from compress.log import progress
+from compress.runtime.loader import load
+
+ACCURACY = ("accuracy",)
+# As lm-evaluation-harness asks them, with no examples; where its usual figure is normalized by the
+# length of the choice (acc_norm), so is this one.
+HELLASWAG = Task("hellaswag", "choice", {"en": "{query}"}, ACCURACY, chat=False)
+ARC_EASY = Task("arc_easy", "choice", {"en": "Question: {query}\nAnswer:"}, ACCURACY, chat=False)
+BLIMP = Task("blimp", "choice", {"en": ""}, ACCURACY, chat=False, per_character=False)
+LAMBADA = Task("lambada", "generation", {"en": "{context}"}, ACCURACY, chat=False)
+TASKS = (
+    (HELLASWAG, "hellaswag_val.jsonl"),
+    (ARC_EASY, "arc_easy_test.jsonl"),
+    (LAMBADA, "lambada_openai_test.jsonl"),
+    (BLIMP, "blimp.jsonl"),
+)
+
+
+def items(task: Task, file: Path, limit: int | None) -> list[Item]:
+    """The first `limit` items of a task's file."""
+    lines = file.read_text(encoding="utf-8").splitlines()[:limit]
+    return [item(task, json.loads(line)) for line in lines]
+
+
+def item(task: Task, record: dict[str, Any]) -> Item:
+    """One record of a task's file. A minimal pair is a choice of which the first is right."""
+    prompt = task.prompts["en"].format_map(record)
+    if task.name == "lambada":
+        return Item(record["id"], prompt, (record["target"],))
+    choices = tuple(record.get("choices") or (record["good"], record["bad"]))
+    return Item(record["id"], prompt, (choices[record.get("gold", 0)],), choices)
+
+
+def correct(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    its: list[Item],
+    batch_size: int,
+) -> list[bool]:
+    """Whether the model gets each item right."""
+    if task.kind == "generation":
+        bar = progress(its, task.name, "item")
+        return [writes(model, tokenizer, i.prompt, spaced(i.references[0])) for i in bar]
+    answers = ask(model, tokenizer, task, its, batch_size=batch_size)
+    return [answer.text in i.references for answer, i in zip(answers, its, strict=True)]
+
+
+@torch.inference_mode()
+def writes(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, continuation: str
+) -> bool:
+    """Whether greedy decoding after `prompt` gives exactly `continuation`.
+
+    One forward shows it: where every token of the continuation is the likeliest after those before
+    it, decoding would have written them.
+    """
+    tokens, start = encode(prompt, continuation, tokenizer)
+    ids = torch.tensor([tokens], device=model.device)
+    said = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1].argmax(-1)
+    return said.tolist() == tokens[start:]
+
+
+def judge(folder: Path, reference: Reference, request: dict[str, Any]) -> dict[str, Any]:
+    """Fidelity, in float32, and what the model gets right, in the dtype asked for."""
+    windows = torch.tensor(request["windows"])
+    model = load(folder, dtype=torch.float32)
+    close = fidelity.compare_to(reference, model, windows)
+    dtype = getattr(torch, request["task_dtype"])
+    if dtype != torch.float32:
+        del model
+        gc.collect()
+        model = load(folder, dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(request["model"])
+    right = {}
+    for task, name in TASKS:
+        its = items(task, Path(request["data"], name), request["items"])
+        right[task.name] = correct(model, tokenizer, task, its, request["batch_size"])
+    return {
+        "kl": close.kl,
+        "top1": close.top1,
+        "nll": close.nll_after,
+        "correct": {name: "".join(str(int(r)) for r in each) for name, each in right.items()},
+    }
+
+
+def main(request_file: str) -> None:
+    """Judge every checkpoint of the request: folders, each with the file of its answer."""
+    request = json.loads(Path(request_file).read_text())
+    original = load(Path(request["model"]), dtype=torch.float32)
+    reference = fidelity.remember(original, torch.tensor(request["windows"]))
+    del original
+    gc.collect()
+    for folder, answer in request["checkpoints"].items():
+        print(f"judging {folder}", file=sys.stderr, flush=True)
+        write_json(Path(answer), judge(Path(folder), reference, request))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
