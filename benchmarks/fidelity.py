@@ -42,23 +42,39 @@ from compress.stages.plan import tensor_elements
 
 RESULTS = HERE / "results"
 TEST_WINDOWS, TEST_LENGTH = 8, 1024
+# What the judge says, in two parts, and what each depends on.
+PARTS = {
+    "fidelity": ("model", "windows"),
+    "tasks": ("model", "data", "items", "task_dtype", "batch_size"),
+}
 
 
-def judged(folder: Path, request: dict[str, Any]) -> Path:
-    """The file of the judge's answer to the checkpoint of `folder`, named by what was asked."""
-    asked = {name: value for name, value in request.items() if name != "checkpoints"}
-    return folder / f"judged-{fingerprint(asked)[:12]}.json"
+def judged(folder: Path, part: str, request: dict[str, Any]) -> Path:
+    """The file of the judge's answer to a part, for the checkpoint of `folder`."""
+    asked = {name: request[name] for name in PARTS[part]}
+    return folder / f"{part}-{fingerprint(asked)[:12]}.json"
 
 
 def judge(folders: list[Path], request: dict[str, Any], original: Path) -> None:
     """Have every checkpoint judged that is not yet. original: where the model's own answer goes."""
-    pairs = [(Path(request["model"]), judged(original, request))]
-    pairs += [(folder / "checkpoint", judged(folder, request)) for folder in folders]
-    missing = {str(folder): str(file) for folder, file in pairs if not file.exists()}
-    if missing:
+    pairs = [(Path(request["model"]), original), *((f / "checkpoint", f) for f in folders)]
+    wanted = {}
+    for part in PARTS:
+        files = {str(model): judged(folder, part, request) for model, folder in pairs}
+        wanted[part] = {model: str(file) for model, file in files.items() if not file.exists()}
+    if not request["items"]:
+        wanted["tasks"] = {}
+    if any(wanted.values()):
         file = original / "judge.json"
-        write_json(file, {**request, "checkpoints": missing})
+        write_json(file, {**request, "wanted": wanted})
         subprocess.run([sys.executable, str(HERE / "worker_judge.py"), str(file)], check=True)
+
+
+def verdict(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """What the judge said of the checkpoint of `folder`; without tasks where none were asked."""
+    parts = PARTS if request["items"] else ("fidelity",)
+    said = [json.loads(judged(folder, part, request).read_text()) for part in parts]
+    return {name: value for part in said for name, value in part.items()}
 
 
 def request_for(model: Path, data: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -85,8 +101,8 @@ def result_of(contender: Contender, setting: Setting, request: dict[str, Any]) -
         return result
     weights = sum(f.stat().st_size for f in TensorFiles.files(folder / "checkpoint"))
     parameters = sum(tensor_elements(setting.model).values())
-    said = json.loads(judged(folder, request).read_text())
-    return {**result, "bytes": weights, "bits_per_weight": 8 * weights / parameters, **said}
+    size = {"bytes": weights, "bits_per_weight": 8 * weights / parameters}
+    return {**result, **size, **verdict(folder, request)}
 
 
 def report(
@@ -110,7 +126,7 @@ def report(
         "hardware": hardware(),
         "versions": packages(),
         "date": datetime.now(UTC).date().isoformat(),
-        "original": json.loads(judged(original, request).read_text()),
+        "original": verdict(original, request),
         "results": {c.name: result_of(c, setting, request) for c in made},
     }
 
@@ -160,7 +176,7 @@ def main() -> int:
     )
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
     parser.add_argument("--only", nargs="+", default=names, choices=names, help="make just these")
-    parser.add_argument("--items", type=int, default=200, help="of each task, the first")
+    parser.add_argument("--items", type=int, default=200, help="of each task; 0: no tasks")
     parser.add_argument("--task-dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="of our own configuration"

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ SCHEMES = {
 RECIPES = {4: "int4_7b", 8: "int8_7b"}  # the ones that are for no model in particular
 SAMPLES, LENGTH = 48, 512
 OUR_CODE = ("algorithms/*.py", "stages/calibrate.py", "stages/quantize.py", "qtensor.py")
+PLAIN = {"quantize.rounding": "nearest", "quantize.smooth": False, "quantize.clip": False}
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,8 @@ CONTENDERS = (
         {"smoothing_strength": 0.8},
     ),
     Contender("autoround", "AutoRound, 200 iterations", "autoround", (4,), {"iters": 200}),
-    Contender(
-        "ours-rtn",
-        "ours, round-to-nearest",
-        None,
-        (4, 8),
-        {"quantize.smooth": False, "quantize.clip": False},
-    ),
+    Contender("ours-rtn", "ours, round-to-nearest", None, (4, 8), PLAIN),
+    Contender("ours-gptq", "ours, GPTQ", None, (4, 8), {"quantize.rounding": "gptq"}),
     Contender("ours", "ours", None, (4, 8)),
 )
 
@@ -158,8 +155,9 @@ def peers_version() -> str:
     return f"llmcompressor {found[1]}"
 
 
+@cache
 def our_code() -> str:
-    """A hash of what decides the integers that our pipeline writes."""
+    """A hash of what decides the integers that our pipeline writes, at the start of the command."""
     files = sorted(f for pattern in OUR_CODE for f in (ROOT / "compress").glob(pattern))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 

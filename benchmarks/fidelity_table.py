@@ -95,11 +95,10 @@ def table(report: Result) -> str:
     peer, ours = best_peer(report), report["results"].get(OURS)
     if peer is not None and ours is not None:
         ratio = mean(ours["kl"]) / mean(peer["kl"])
-        lines += [
-            "",
-            f"Ours has {ratio:.2f} of the KL of the best peer here ({peer['label']}), and its "
-            f"average over the tasks lies {beside(ours, peer)} from that peer's.",
-        ]
+        comes_to = f"Ours has {ratio:.2f} of the KL of the best peer here ({peer['label']})"
+        if "correct" in ours:
+            comes_to += f"; its average over the tasks lies {beside(ours, peer)} from that peer's"
+        lines += ["", f"{comes_to}."]
     return "\n".join(lines)
 
 
@@ -109,18 +108,18 @@ def line(label: str, result: Result, original: Result) -> str:
         return f"| {label} | does not run: `{result['failed']}` |" + " |" * (8 + len(TASKS))
     fidelity = f"{mean(result['kl']):.4f} | {100 * mean(result['top1']):.1f}%"
     perplexity = f"{math.exp(mean(result['nll'])):.2f}"
-    scores = " | ".join(f"{accuracy(result, task):.1f}" for task in TASKS)
-    total = f"{average(rows(result).sum(0)):.1f}"
+    scores, difference = " | ".join([""] * (1 + len(TASKS))), ""
+    if "correct" in result:
+        scores = " | ".join(f"{accuracy(result, task):.1f}" for task in TASKS)
+        scores += f" | {average(rows(result).sum(0)):.1f}"
+        difference = beside(result, original)
     if result is original:
-        return f"| {label} | 0 | 100% | {perplexity} | {scores} | {total} | | | | | |"
+        return f"| {label} | 0 | 100% | {perplexity} | {scores} | | | | | |"
     cost = (
         f"{result['bytes'] / 1e6:.1f} | {result['bits_per_weight']:.2f} | "
         f"{result['seconds']:.0f} | {result['peak_rss_bytes'] / 1e9:.1f}"
     )
-    return (
-        f"| {label} | {fidelity} | {perplexity} | {scores} | {total} | "
-        f"{beside(result, original)} | {cost} |"
-    )
+    return f"| {label} | {fidelity} | {perplexity} | {scores} | {difference} | {cost} |"
 
 
 def tables(reports: list[Result]) -> str:
@@ -146,7 +145,7 @@ def conditions(reports: list[Result]) -> str:
         f"{first['model']}, {first['parameters'] / 1e6:.0f}M parameters; left in 16 bit: "
         f"{', '.join(first['left_alone'])}. Calibration: {calibration['windows']} windows of "
         f"{calibration['tokens']} tokens. Judge: {judge['windows']} windows of {judge['tokens']} "
-        f"tokens in float32, the first {judge['items']} items of each task in "
+        f"tokens in float32, {judge['items']} items of each task in "
         f"{judge['task_dtype']}. {hardware['cpu']}, {hardware['cores']} cores, "
         f"{hardware['memory_bytes'] / 1e9:.0f} GB; peers: {peers}; ours and the judge: torch "
         f"{ours['torch']}, transformers {ours['transformers']}."

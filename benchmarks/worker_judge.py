@@ -39,10 +39,15 @@ TASKS = (
 )
 
 
-def items(task: Task, file: Path, limit: int | None) -> list[Item]:
-    """The first `limit` items of a task's file."""
-    lines = file.read_text(encoding="utf-8").splitlines()[:limit]
-    return [item(task, json.loads(line)) for line in lines]
+def items(task: Task, file: Path, count: int) -> list[Item]:
+    """`count` items of a task's file, or all where it has fewer, spread evenly over it.
+
+    The files are in an order: BLiMP's by phenomenon, HellaSwag's by activity.
+    """
+    lines = file.read_text(encoding="utf-8").splitlines()
+    count = min(count, len(lines))
+    chosen = [lines[i * len(lines) // count] for i in range(count)]
+    return [item(task, json.loads(line)) for line in chosen]
 
 
 def item(task: Task, record: dict[str, Any]) -> Item:
@@ -84,39 +89,40 @@ def writes(
     return said.tolist() == tokens[start:]
 
 
-def judge(folder: Path, reference: Reference, request: dict[str, Any]) -> dict[str, Any]:
-    """Fidelity, in float32, and what the model gets right, in the dtype asked for."""
-    windows = torch.tensor(request["windows"])
+def close_to(folder: Path, reference: Reference, request: dict[str, Any]) -> dict[str, Any]:
+    """How far the predictions in float32 are from the original's; a value a window."""
     model = load(folder, dtype=torch.float32)
-    close = fidelity.compare_to(reference, model, windows)
-    dtype = getattr(torch, request["task_dtype"])
-    if dtype != torch.float32:
-        del model
-        gc.collect()
-        model = load(folder, dtype=dtype)
+    close = fidelity.compare_to(reference, model, torch.tensor(request["windows"]))
+    return {"kl": close.kl, "top1": close.top1, "nll": close.nll_after}
+
+
+def right(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """What the model gets right of each task, in the dtype asked for; a digit an item."""
+    model = load(folder, dtype=getattr(torch, request["task_dtype"]))
     tokenizer = AutoTokenizer.from_pretrained(request["model"])
-    right = {}
+    found = {}
     for task, name in TASKS:
         its = items(task, Path(request["data"], name), request["items"])
-        right[task.name] = correct(model, tokenizer, task, its, request["batch_size"])
-    return {
-        "kl": close.kl,
-        "top1": close.top1,
-        "nll": close.nll_after,
-        "correct": {name: "".join(str(int(r)) for r in each) for name, each in right.items()},
-    }
+        each = correct(model, tokenizer, task, its, request["batch_size"])
+        found[task.name] = "".join(str(int(is_right)) for is_right in each)
+    return {"correct": found}
 
 
 def main(request_file: str) -> None:
-    """Judge every checkpoint of the request: folders, each with the file of its answer."""
+    """Answer what the request wants: for each part, folders with the file of the answer."""
     request = json.loads(Path(request_file).read_text())
-    original = load(Path(request["model"]), dtype=torch.float32)
-    reference = fidelity.remember(original, torch.tensor(request["windows"]))
-    del original
-    gc.collect()
-    for folder, answer in request["checkpoints"].items():
-        print(f"judging {folder}", file=sys.stderr, flush=True)
-        write_json(Path(answer), judge(Path(folder), reference, request))
+    wanted = request["wanted"]
+    if wanted["fidelity"]:
+        original = load(Path(request["model"]), dtype=torch.float32)
+        reference = fidelity.remember(original, torch.tensor(request["windows"]))
+        del original
+        gc.collect()
+    for folder, file in wanted["fidelity"].items():
+        print(f"text: {folder}", file=sys.stderr, flush=True)
+        write_json(Path(file), close_to(Path(folder), reference, request))
+    for folder, file in wanted["tasks"].items():
+        print(f"tasks: {folder}", file=sys.stderr, flush=True)
+        write_json(Path(file), right(Path(folder), request))
 
 
 if __name__ == "__main__":

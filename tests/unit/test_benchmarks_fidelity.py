@@ -97,6 +97,14 @@ def test_items_are_asked_as_their_task_is():
     assert worker.item(worker.LAMBADA, word) == Item("3", "Once upon a", ("time",))
 
 
+def test_items_are_spread_over_their_file(tmp_path):
+    file = tmp_path / "lambada.jsonl"
+    records = [{"id": str(i), "context": "c", "target": "t"} for i in range(10)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert [i.id for i in worker.items(worker.LAMBADA, file, 4)] == ["0", "2", "5", "7"]
+    assert len(worker.items(worker.LAMBADA, file, 99)) == 10
+
+
 class Alphabet:
     """Finds the token after the last one likeliest: after `a`, `b`."""
 
