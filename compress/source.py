@@ -66,7 +66,12 @@ def locate(model: Model) -> Path:
     if path.is_dir():
         return path
     hub_like = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model.path) and path.suffix != ".gguf"
-    if path.exists() or not hub_like:
+    if path.exists():
+        raise UserError(
+            f"model.path={model.path}: a file, but no .gguf; wanted a folder with config.json, "
+            "or a .gguf file"
+        )
+    if not hub_like:
         raise UserError(
             f"model.path={model.path}: no such model; wanted a folder with config.json, "
             "a .gguf file, or a hub id such as Qwen/Qwen2.5-7B-Instruct"

@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from compress.data import PYTHON_DOCS
 from compress.report import words
 
 Metrics = Mapping[str, Mapping[str, Any]]
@@ -45,6 +46,8 @@ def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
         kept=_kinds((stages["plan"] or {}).get("kept", [])),
         fused=not _mixed_qkv(stages["plan"]),
         activations_quantized=scheme.startswith("W8A8"),
+        extended=bool((stages["extend"] or {}).get("method")),
+        python_docs=(stages["calibrate"] or {}).get("source") == PYTHON_DOCS,
         **stages,
     )
 

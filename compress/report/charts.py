@@ -174,7 +174,7 @@ def tasks(rows: Sequence[Mapping[str, Any]]) -> Markup:
             row["ci95"][0],
             row["ci95"][1],
             styles.get(change(row), "after"),
-            f"{words.signed(row['after'] - row['before'])} "
+            f"{words.points(row['after'] - row['before'])} "
             f"({words.signed(row['ci95'][0])} to {words.signed(row['ci95'][1])})",
         )
         for row in rows

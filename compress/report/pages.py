@@ -63,6 +63,7 @@ def _environment(escape: bool) -> Environment:
         significant=words.significant,
         percent=words.percent,
         signed=words.signed,
+        points=words.points,
         seconds=words.seconds,
         ms=words.milliseconds,
         rate=words.rate,
@@ -77,7 +78,7 @@ def cell(text: object) -> str:
 
 
 def kinds(kept: Mapping[str, str]) -> list[tuple[tuple[str, str], int]]:
-    """Layers by the last part of their name and the reason, counted: ((q_proj, 16 bit), 30)."""
+    """Layers by the last part of their name and the reason, counted."""
     counts = Counter((name.rsplit(".", 1)[-1], why) for name, why in kept.items())
     return list(counts.items())
 

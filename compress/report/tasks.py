@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from compress.report.words import count, listed, percent, signed, significant
+from compress.report.words import listed, percent, points, several, signed, significant
 
 Task = Mapping[str, Any]
 Change = Literal["better", "perhaps better", "unclear", "perhaps worse", "worse"]
@@ -54,8 +54,8 @@ def difference(task: Task) -> str:
     exact = f", p {significant(task['p'], 2)}" if "p" in task else ""
     return (
         f"{label(task)} {significant(task['before'])} to {significant(task['after'])} "
-        f"({signed(task['after'] - task['before'])} points, 95% interval {signed(low)} to "
-        f"{signed(high)}{exact}, {count(task['n'])} items)"
+        f"({points(task['after'] - task['before'])} points, 95% interval {signed(low)} to "
+        f"{signed(high)}{exact}, {several(task['n'], 'item')})"
     )
 
 
@@ -79,9 +79,14 @@ def rest(tasks: Sequence[Task]) -> str | None:
     if not unclear:
         return None
     if unclear == len(tasks):
-        text = f"None of {len(tasks)} scores differs by more than chance would explain."
+        which = (
+            "The one score does not differ" if unclear == 1 else f"None of {unclear} scores differs"
+        )
+        text = f"{which} by more than chance would explain."
     else:
         text = f"The other {unclear} of {len(tasks)} scores show no clear difference."
+    if len(tasks) == 1:
+        return text
     by_chance = percent(1 - 0.95 ** len(tasks), 0)
     return (
         f"{text} With {len(tasks)} intervals at 95%, one or more leaves out zero by chance alone "
@@ -96,8 +101,9 @@ def blind(tasks: Sequence[Task]) -> str | None:
     if losses:
         largest, task = max(losses, key=lambda pair: pair[0])
         sentences.append(
-            f"No clear difference is not none: in {label(task)}, with {count(task['n'])} items, a "
-            f"loss of up to {significant(largest, 2)} points would not stand out."
+            f"No clear difference is not none: in {label(task)}, with "
+            f"{several(task['n'], 'item')}, a loss of up to {significant(largest, 2)} points would "
+            "not stand out."
         )
     hopeless = list(_names(t for t in tasks if t["before"] == 0))
     if hopeless:

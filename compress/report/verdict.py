@@ -58,7 +58,10 @@ def _headline(figures: Figures) -> str:
     if figures["tasks"]:
         worse = len({t["name"] for t in figures["tasks"] if tasks.change(t) == "worse"})
         every = len({t["name"] for t in figures["tasks"]})
-        facts.append(f"{worse or 'none'} of {every} tasks measurably worse")
+        if every == 1:
+            facts.append(f"the one task {'' if worse else 'not '}measurably worse")
+        else:
+            facts.append(f"{worse or 'none'} of {every} tasks measurably worse")
     return f"{title}: {', '.join(facts)}." if facts else f"{title}: nothing was measured."
 
 
@@ -195,7 +198,10 @@ def _tuned(figures: Figures) -> Iterator[Finding]:
         if found["positions"]:
             before, after = (significant(found[when][-1]) for when in ("before", "after"))
             last = count(found["positions"][-1])
-            text += f"perplexity at position {last}: {before} before, {after} after; "
+            text += (
+                f"perplexity of the last part of the window, to position {last}: {before} before, "
+                f"{after} after; "
+            )
         further = extend["kl"]["after"] > extend["kl"]["before"]
         yield Finding("Context window", f"{text}{_moved(extend)}.", "bad" if further else "plain")
 

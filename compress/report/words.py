@@ -98,6 +98,18 @@ def signed(value: Number, decimals: int = 1) -> str:
     return text[1:] if not float(f"{value:.{decimals}f}") else text
 
 
+def points(value: Number) -> str:
+    """A difference of scores: as `signed`, or in one significant digit where that says 0.0."""
+    if value is None or abs(value) >= 0.05 or abs(value) < 1e-9:
+        return signed(value)
+    return ("+" if value > 0 else "") + significant(value, 1)
+
+
+def several(number: int, thing: str) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{count(number)} {thing}{'' if number == 1 else 's'}"
+
+
 def comparison(before: Number, after: Number, more: str, less: str) -> str:
     """How `after` stands to `before`: `1.80× faster`, `1.25× slower`, `as fast` within 2%.
 

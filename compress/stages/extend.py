@@ -129,7 +129,7 @@ class Extend:
         checkpoint.rewrite(source, out, changed, describe(scaled))
         kl_after = heldout.distance_of(_loaded(run, out), run.artifacts["statistics"])
         logger.info(
-            f"  window {window} to {longer} ({self.method}): perplexity on it "
+            f"  window {window} to {longer} ({self.method}): perplexity over all of it "
             f"{mean_perplexity(before):.2f} unscaled, {mean_perplexity(at_once):.2f} scaled, "
             f"{mean_perplexity(after):.2f} in the end"
         )

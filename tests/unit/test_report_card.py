@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from compress.data import PYTHON_DOCS
 from compress.report.card import is_hub_id, model_card, model_name
 
 QUANTIZED = [f"model.layers.{i}.{n}" for i in range(2) for n in ("mlp.up_proj", "mlp.down_proj")]
@@ -15,7 +16,7 @@ METRICS = {
         "bits_per_weight": {"before": 16.0, "after": 10.7},
     },
     "calibrate": {"tokens": 24576, "samples": 48},
-    "quantize": {"scheme": "W8A8", "heldout_kl": {"after": 0.0131, "rtn": 0.0186}},
+    "quantize": {"scheme": "W8A8", "heldout_kl": {"after": 0.0131}},
     "distill": {
         "labels": {"seconds": 41.5},
         "steps": 80,
@@ -46,7 +47,7 @@ def test_card_says_what_was_done() -> None:
     assert "Embeddings, norms, q_proj and lm_head stay in 16 bit." in text
     assert "269 MB before, 180 MB after; 10.7 bits a weight" in text
     assert "24,576 tokens of 48 samples" in text
-    assert "| rounding to nearest alone, for comparison | 0.0186 |" in text
+    assert "CPython" not in text
     assert "| quantization | 0.0131 |" in text
     assert "| distillation | 0.0101 |" in text
     assert 'AutoModelForCausalLM.from_pretrained(folder, dtype="auto")' in text
@@ -67,6 +68,16 @@ def test_card_says_what_an_engine_refuses() -> None:
     card = model_card("r", "owner/model", {**METRICS, "plan": plan})
     assert "vllm serve" not in card
     assert "vLLM and SGLang do not load this checkpoint" in card
+
+
+def test_card_says_what_was_read_and_how_far_the_longer_window_moved_it() -> None:
+    window = {"before": 2048, "after": 4096}
+    extend = {"method": "ntk", "kept": True, "factor": 2.0, "window": window}
+    extend |= {"kl": {"before": 0.0101, "after": 0.0118}}
+    calibrate = METRICS["calibrate"] | {"source": PYTHON_DOCS}
+    card = model_card("r", "owner/m", {**METRICS, "extend": extend, "calibrate": calibrate})
+    assert "| extending the window to 4,096 positions | 0.0118 |" in card
+    assert "24,576 tokens of 48 samples of CPython's documentation" in card
 
 
 def test_card_without_figures() -> None:

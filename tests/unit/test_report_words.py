@@ -58,6 +58,8 @@ def test_signs_and_shares() -> None:
     assert words.signed(-3.44) == "−3.4"
     assert words.signed(1.25, 2) == "+1.25"
     assert words.signed(-0.01) == "0.0"
+    assert [words.points(x) for x in (-0.012, 0.04, 0.0, 2.0)] == ["−0.01", "+0.04", "0.0", "+2.0"]
+    assert [words.several(n, "item") for n in (1, 2)] == ["1 item", "2 items"]
     assert words.percent(0.9431) == "94.3%"
     assert words.many(134515008) == "135\u00a0M"
     assert words.comparison(50, 90, "faster", "slower") == "1.80×\u00a0faster"

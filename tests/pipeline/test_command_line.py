@@ -1,0 +1,178 @@
+"""The words of a command line: paths as typed, options anywhere, mistakes in one line."""
+
+import json
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example, given
+from hypothesis import strategies as st
+from small import composed
+
+from compress import arguments, pipeline
+from compress import config as schema
+from compress.__main__ import main, recipes
+from compress.config import Config
+from compress.errors import UserError
+
+Small = Callable[..., Config]
+ODD = (
+    "ö",
+    "文",
+    "a=b",
+    "a (1)",
+    "it's",
+    'say "x"',
+    "a, b",
+    "[x]",
+    "{y}",
+    "1e3",
+    "tail\\",
+    "~x",
+    "#",
+)
+
+
+@given(st.text(min_size=1) | st.text("'\"\\ ö=(),{}[]:~a/", min_size=1))
+@example("\\'")
+@example("ends in \\")
+def test_any_text_comes_through_hydras_grammar(text: str) -> None:
+    parsed = OverridesParser.create().parse_override(f"out={arguments.quoted(text)}")
+    assert not parsed.is_sweep_override()
+    assert parsed.value() == text
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_paths_are_taken_as_typed(name: str) -> None:
+    schema.register()
+    words = ["recipe=tiny", *(f"{f}={name}" for f in ("out", "model.path", "data.path"))]
+    words = arguments.prepared([*words, f"score.text={name}", "data.heldout=null"])
+    arguments.check(words, recipes())
+    config = composed(*words)
+    assert (config.out, config.model.path, config.data.path) == (name, name, name)
+    assert (config.score.text, config.data.heldout) == (name, None)
+
+
+def test_what_is_quoted_already_stays() -> None:
+    assert arguments.prepared(["out='a b'"]) == ["out='a b'"]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["a=1", "--multirun", "b=1,2"], ["a=1", "b=1,2", "--multirun"]),
+        (["--cfg", "job", "a=1"], ["a=1", "--cfg", "job"]),
+        (["-m", "model.path=a b,c"], ["model.path='a b','c'", "-m"]),
+        (["force=quantize"], ["force=['quantize']"]),
+        (["stages=plan,quantize"], ["stages=['plan','quantize']"]),
+        (
+            ["-m", "score.tasks=knowledge,summaries"],
+            ["score.tasks=['knowledge'],['summaries']", "-m"],
+        ),
+        (["quantize.keep=*.layers.0.*"], ["quantize.keep=['*.layers.0.*']"]),
+        (["quantize.keep=[]"], ["quantize.keep=[]"]),
+        (["--multirun", "quantize=w8a8,w4a16"], ["quantize=w8a8,w4a16", "--multirun"]),
+    ],
+)
+def test_options_anywhere_and_bare_words_for_lists(given: list[str], wanted: list[str]) -> None:
+    assert arguments.prepared(given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["foo"], "foo: neither an option nor field=value"),
+        (["model.path=/a", "b/c.gguf"], "'model.path=/a b/c.gguf'"),
+        (
+            ["quantize=w3"],
+            "quantize=w3: no such choice; there are w4a16, w4a16_channel, w8a16, w8a8",
+        ),
+        (["quantize=w8a8,w4a16"], "add --multirun"),
+        (["quantize.bits=4,8"], "--multirun"),
+        (["-m", "quantize.bits=4,8", "quantize.clip=(1"], "quantize.clip"),
+        (["-m", "quantize.bits=4,many"], "many"),
+        (["force=[quantize]", "only=score"], "wanted force=[score]"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compress", "recipe=tiny", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("compress: ")
+    assert said in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_recipes_are_listed_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compress", "recipe=?"])
+    main()
+    assert len(capsys.readouterr().out.splitlines()) == len(recipes())
+
+
+def test_a_sweep_makes_a_run_of_each(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["recipe=tiny", "--multirun", "quantize=w8a8,w4a16", f"model.path={tiny_model}"]
+    monkeypatch.setattr(sys, "argv", ["compress", *words, "stages=plan"])
+    main()
+    plans = sorted(tmp_path.glob("runs/tiny/*/*/stages/plan.json"))
+    assert [json.loads(p.read_text())["metrics"]["scheme"][:5] for p in plans] == ["W4A16", "W8A8"]
+
+
+def test_a_wrong_model_leaves_no_folder(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b"
+    with pytest.raises(UserError, match="no such model"):
+        pipeline.run(composed("recipe=tiny", "model.path=/no/such", f"out={out}"))
+    assert not list(tmp_path.iterdir())
+
+
+UNTIL = "stages=[plan,calibrate,quantize,export,report]"
+
+
+def test_only_reads_what_was_made_from_what_is_on_disk(small: Small) -> None:
+    out = pipeline.run(small(UNTIL))
+    before = (out / "report.json").read_bytes()
+    with pytest.raises(UserError, match=r"quantize\.clip was true, is now false"):
+        pipeline.run(small(UNTIL, "quantize.clip=false", "only=export"))
+
+    other = (UNTIL, "quantize=w4a16")
+    pipeline.run(small(*other, "only=quantize", "force=[quantize]"))
+    with pytest.raises(UserError, match=r"quantize\.bits was 4, is now 8.*without only="):
+        pipeline.run(small(UNTIL, "only=export"))
+    with pytest.raises(UserError, match=r"plan: stale.*W8A8.*only=plan"):
+        pipeline.run(small(*other, "only=report"))
+    pipeline.run(small(*other, "only=plan"))
+    stale = r"checkpoint: stale, and only=report reads it: the quantized that it was made from"
+    with pytest.raises(UserError, match=stale):
+        pipeline.run(small(*other, "only=report"))
+    assert (out / "report.json").read_bytes() == before
+
+    pipeline.run(small(*other, "only=export"))
+    pipeline.run(small(*other, "only=report"))
+    report = json.loads((out / "report.json").read_text())
+    assert report["scheme"].startswith("W4A16")
+    size = sum(f.stat().st_size for f in (out / "checkpoint").glob("*.safetensors"))
+    assert report["bytes"]["after"] == size
+
+
+def test_a_checkpoint_is_as_readable_as_other_files(small: Small) -> None:
+    out = pipeline.run(small("stages=[calibrate,quantize,export]"))
+    plain = out / "plain"
+    plain.touch()
+    modes = {stat.filemode(f.stat().st_mode) for f in (*out.glob("checkpoint/*"), plain)}
+    assert len(modes) == 1
