@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.algorithms.rtn import rtn, search_clip
+from compress.algorithms.rtn import rtn, scales_for, search_clip
 from compress.algorithms.smooth import fake_quantize, search_strength
 from compress.qtensor import QTensor, QuantSpec
 from compress.structure import Feed
@@ -104,37 +104,42 @@ def weight_of(block: nn.Module, name: str) -> Tensor:
     return block.get_parameter(f"{name}.weight")
 
 
-def quantize_linear(
+def clip_of(
+    weight: Tensor, rows: Tensor, divided: Tensor | None, spec: QuantSpec, dtype: torch.dtype
+) -> Tensor:
+    """The clip [N, G] of a weight [N, K] that reads `rows` [R, K], divided by `divided` if given.
+
+    It is judged on inputs as they will be served, so that it need not fit what is lost.
+    """
+    inputs = rows.float() if divided is None else rows.float() / divided
+    return search_clip(weight, even_rows(fake_quantize(inputs, spec), [weight]), spec, dtype)
+
+
+def report_on(
     name: str,
     original: Tensor,
     weight: Tensor,
+    quantized: QTensor,
     rows: Tensor,
     divided: Tensor | None,
     strength: float | None,
-    spec: QuantSpec,
     dtype: torch.dtype,
-    *,
-    clip: bool,
-) -> tuple[QTensor, LayerReport]:
-    """Round one weight [N, K] (original: before smoothing), and measure it on `rows` [R, K]."""
+) -> LayerReport:
+    """Measure a rounded weight on `rows` [R, K]; original, weight [N, K]: before and after
+    smoothing.
+    """
+    spec = quantized.spec
     inputs = rows.float() if divided is None else rows.float() / divided
-    served = fake_quantize(inputs, spec)
-    # The clip is judged on inputs as they will be served, so that it need not fit what is lost.
-    clips: Tensor | float = 1.0
-    if clip:
-        clips = search_clip(weight, even_rows(served, [weight]), spec, dtype)
-    quantized = rtn(weight, spec, dtype, clips)
     plain = fake_quantize(rows, spec) @ rtn(original, spec, dtype).dequantize().T
-    kept = served @ quantized.dequantize().T
-    report = LayerReport(
+    kept = fake_quantize(inputs, spec) @ quantized.dequantize().T
+    return LayerReport(
         name=name,
         # What smoothing divided the layer's own outputs by is no error of it.
         error=_relative(inputs @ weight.float().T, kept),
         error_rtn=_relative(rows.float() @ original.float().T, plain),
         smooth=strength,
-        clip=float(clips.mean()) if isinstance(clips, Tensor) else clips,
+        clip=float((quantized.scales.float() / scales_for(weight, spec)).mean()),
     )
-    return quantized, report
 
 
 def even_rows(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from compress.errors import UserError
 from compress.kernels.backend import pick_backend
 from compress.qtensor import QuantSpec
 from compress.runtime.linear import QuantLinear
+from compress.structure import model_name
 from compress.tensors import TensorFiles
 
 # Old Llama checkpoints store these frequencies; they follow from the configuration.
@@ -126,7 +127,8 @@ def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
     found: set[str] = set()
     wanted = model.state_dict()
     tied = model.all_tied_weights_keys
-    for name, tensor in stored_tensors(folder):
+    for stored, tensor in stored_tensors(folder):
+        name = model_name(model.config, stored)
         if name in found:
             raise UserError(f"{folder}: {name} is stored twice; every tensor must be there once")
         found.add(name)

@@ -24,6 +24,8 @@ from compress.stage import Run
 OUTLIER = 6.0  # times the root mean square of the layer's input
 FEW_TOKENS = 1024
 TINY = 1e-12
+WINDOWS = "windows.safetensors"
+"""Token ids and mask [n, T] of the calibration windows, for stages that read them again."""
 
 
 @dataclass(kw_only=True)
@@ -36,7 +38,7 @@ class Calibrate:
     """
 
     name: ClassVar[str] = "calibrate"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = "statistics"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "device")
@@ -69,6 +71,7 @@ class Calibrate:
             trust_remote_code=config.model.trust_remote_code,
         )
         windows, held = self._windows(run, model)
+        save_file({"ids": windows.ids, "mask": windows.mask}, out / WINDOWS)
         notes = _hygiene(windows)
         pick = _picked_rows(windows.mask, self.rows)
         states = HiddenStates(run.work)
@@ -272,6 +275,11 @@ def _hygiene(windows: data.Windows) -> list[str]:
     if windows.template_tokens:
         share = windows.template_tokens / max(1, windows.tokens)
         notes.append(f"{share:.0%} of the calibration tokens are of the chat template")
+    if windows.description == data.PYTHON_DOCS:
+        notes.append(
+            f"calibrated on {windows.tokens:,} tokens of CPython's documentation; give "
+            "data.path=FILE with text of the domain that the model will serve"
+        )
     for note in notes:
         logger.info(f"  {note}")
     return notes

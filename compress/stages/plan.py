@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from transformers import PretrainedConfig
 
 from compress import engines
 from compress.errors import ConfigError, UserError
 from compress.log import logger
-from compress.model import linear_shapes, storage_dtype
+from compress.model import linear_shapes, skeleton, storage_dtype
+from compress.report import words
 from compress.source import read_config
 from compress.stage import Run
+from compress.structure import head_names
 from compress.tensors import TensorFiles
 
 UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
@@ -58,7 +61,13 @@ class Plan:
         config = read_config(folder, options.trust_remote_code)
         quantize = run.config.quantize
         shapes = linear_shapes(config, options.trust_remote_code)
-        chosen = engines.preflight(shapes, quantize.spec, run.config.engine, quantize.keep)
+        chosen = engines.preflight(
+            shapes,
+            quantize.spec,
+            run.config.engine,
+            quantize.keep,
+            head_names(skeleton(config, torch.bfloat16, options.trust_remote_code)),
+        )
         for note in chosen.notes:
             logger.info(f"  {note}")
 
@@ -96,7 +105,7 @@ class Plan:
             },
             "memory": memory,
             "quantized": chosen.quantize,
-            "kept": dict.fromkeys(chosen.ignore, "16 bit"),
+            "kept": dict(chosen.reasons),
             "notes": chosen.notes,
             "dtype": str(dtype).removeprefix("torch."),
         }
@@ -139,11 +148,14 @@ def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:
     room = memory["given"] - memory["total"] + memory["kv_cache"]
     most = max(0, room // (per_token * memory["batch"]))
     way_out = f"at this batch {most} tokens fit: plan.tokens={most}" if most else "take fewer bits"
+    sizes = ("total", "weights", "kv_cache", "activations", "overhead", "given")
+    total, weights, cache, activations, overhead, given = (
+        words.size(memory[name]).replace(words.SPACE, " ") for name in sizes
+    )
     return (
-        f"plan: {memory['total'] / 1e9:.2f} GB needed (weights {memory['weights'] / 1e9:.2f}, "
-        f"KV cache {memory['kv_cache'] / 1e9:.2f} for {memory['batch']} x {memory['tokens']} "
-        f"tokens, activations {memory['activations'] / 1e9:.2f}, overhead "
-        f"{memory['overhead'] / 1e9:.2f}), {memory['given'] / 1e9:.2f} GB given; {way_out}"
+        f"plan: {total} needed (weights {weights}, KV cache {cache} for "
+        f"{memory['batch']} x {memory['tokens']} tokens, activations {activations}, "
+        f"overhead {overhead}), {given} given; {way_out}"
     )
 
 

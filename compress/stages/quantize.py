@@ -2,25 +2,33 @@
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress import checkpoint, engines, heldout
-from compress.algorithms.blockwise import LayerReport, quantize_linear, smooth_block, weight_of
+from compress.algorithms.blockwise import LayerReport, clip_of, report_on, smooth_block, weight_of
+from compress.algorithms.gptq import Factor, factor, gptq
+from compress.algorithms.learned import RoundingLinear, learn
+from compress.algorithms.rtn import rtn
 from compress.artifact import write_json
 from compress.errors import ConfigError
 from compress.log import logger, progress
 from compress.model import BlockModel, linear_shapes, storage_dtype
-from compress.qtensor import QuantSpec
+from compress.qtensor import QTensor, QuantSpec
 from compress.source import describe
 from compress.stage import Run
-from compress.stages.calibrate import load_block_statistics
-from compress.structure import LLAMA_LIKE, feeds
+from compress.stages.calibrate import WINDOWS, load_block_statistics
+from compress.structure import feeds, head_names, knows
+from compress.traffic import FULL, QUANTIZED, Traffic, swapped
+from compress.trainable import ScaleLinear
+
+ROUNDINGS = ("nearest", "gptq", "learned")
 
 
 @dataclass(kw_only=True)
@@ -32,13 +40,15 @@ class Quantize:
     channel. keep: linears left in 16 bit, by full name, wildcard, or `re:` pattern.
     smooth: move outliers from activations to weights, strength searched per layer.
     clip: search the largest weight that is kept, per channel or group.
+    rounding: nearest; gptq (a column at a time, the rest makes up for it); or learned (block by
+    block, over `steps` steps of `batch` windows, clips learned too).
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics")
     gives: ClassVar[str | None] = "quantized"
-    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device")
+    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "seed")
 
     bits: int = 8
     activation_bits: int | None = 8
@@ -46,6 +56,9 @@ class Quantize:
     keep: list[str] = field(default_factory=list)
     smooth: bool = True
     clip: bool = True
+    rounding: str = "nearest"
+    steps: int = 100
+    batch: int = 8
 
     def __post_init__(self) -> None:
         problems = []
@@ -55,7 +68,7 @@ class Quantize:
             problems.append(
                 f"quantize.activation_bits is {self.activation_bits}; wanted 8, or null for 16 bit"
             )
-        if self.activation_bits == 8 and (self.bits != 8 or self.group_size is not None):
+        elif self.activation_bits == 8 and (self.bits == 4 or self.group_size is not None):
             problems.append(
                 "quantize.activation_bits is 8 with "
                 f"bits={self.bits} and group_size={self.group_size}; wanted bits=8 and "
@@ -63,6 +76,15 @@ class Quantize:
             )
         if self.group_size is not None and self.group_size < 1:
             problems.append(f"quantize.group_size is {self.group_size}; wanted 128, 64, 32 or null")
+        if self.rounding not in ROUNDINGS:
+            problems.append(
+                f"quantize.rounding is {self.rounding!r}; wanted one of {', '.join(ROUNDINGS)}"
+            )
+        problems += [
+            f"quantize.{name} is {value}; wanted at least 1"
+            for name, value in (("steps", self.steps), ("batch", self.batch))
+            if value < 1
+        ]
         if problems:
             raise ConfigError(problems)
 
@@ -74,25 +96,35 @@ class Quantize:
     @torch.no_grad()
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         dense, options = run.artifacts["dense"], run.config.model
+        statistics = run.artifacts["statistics"]
         model = BlockModel(
             dense, device=run.config.device, trust_remote_code=options.trust_remote_code
         )
         shapes = linear_shapes(model.config, options.trust_remote_code)
-        chosen = engines.preflight(shapes, self.spec, run.config.engine, self.keep)
+        chosen = engines.preflight(
+            shapes, self.spec, run.config.engine, self.keep, head_names(model.skeleton)
+        )
         notes = list(chosen.notes)
         dtype = storage_dtype(model.config, options.dtype)
-        if self.smooth and model.config.model_type not in LLAMA_LIKE:
+        if self.smooth and not knows(model.config):
             notes.append(f"no smoothing: blocks of {model.config.model_type} are not known to it")
         for note in notes:
             logger.info(f"  {note}")
 
+        traffic = None
+        if self.rounding != "nearest":
+            traffic = Traffic(model, statistics / WINDOWS, run.work, self.batch)
         done = [_restore(run.work, index) for index in range(len(model))]
         first = next((i for i, layers in enumerate(done) if layers is None), len(model))
+        if traffic is not None:
+            first = min(first, traffic.done)
         blocks = range(first, len(model))
         for index in progress(blocks, "quantize", "block", total=len(model), done=first):
-            statistics = load_block_statistics(run.artifacts["statistics"], index)
-            tensors, layers = self._block(model, index, statistics, chosen, dtype)
+            work = BlockWork(self, model, index, chosen, dtype, run.config.seed)
+            tensors, layers = work.run(load_block_statistics(statistics, index), traffic)
             _save_block(run.work, index, tensors, layers)
+            if traffic is not None:
+                traffic.commit()
             done[index] = layers
 
         config = describe(dense)
@@ -105,7 +137,7 @@ class Quantize:
         checkpoint.write(out, itertools.chain(outside, inside), config, dense)
         measured = heldout.distance(
             out,
-            run.artifacts["statistics"],
+            statistics,
             device=run.config.device,
             trust_remote_code=options.trust_remote_code,
         )
@@ -113,52 +145,107 @@ class Quantize:
         return {
             "scheme": chosen.spec.scheme,
             "layers": [asdict(layer) for layers in done if layers for layer in layers],
-            "heldout_kl": {"before": 0.0, "after": measured.kl, "rtn": None},
+            "heldout_kl": {"before": 0.0, "after": measured.kl},
             "heldout": measured.asdict(),
             "notes": notes,
         }
 
-    def _block(
-        self,
-        model: BlockModel,
-        index: int,
-        statistics: dict[str, Tensor],
-        chosen: engines.Preflight,
-        dtype: torch.dtype,
+
+@dataclass(frozen=True)
+class BlockWork:
+    """One block of the model on its way to integers."""
+
+    options: Quantize
+    model: BlockModel
+    index: int
+    chosen: engines.Preflight
+    dtype: torch.dtype
+    seed: int
+
+    def run(
+        self, statistics: Mapping[str, Tensor], traffic: Traffic | None
     ) -> tuple[dict[str, Tensor], list[LayerReport]]:
-        """The tensors of block `index` as the checkpoint holds them, and what was done."""
-        prefix = f"{model.block_name(index)}."
-        local = {n.removeprefix(prefix): t.to(model.device) for n, t in statistics.items()}
-        quantized = {n.removeprefix(prefix) for n in chosen.quantize if n.startswith(prefix)}
-        tensors, reports = {}, []
-        with model.block(index) as block:
-            original = {name: weight_of(block, name).clone() for name in quantized}
+        """The block's tensors as the checkpoint holds them, and what was done to its linears."""
+        prefix = f"{self.model.block_name(self.index)}."
+        local = {n.removeprefix(prefix): t.to(self.model.device) for n, t in statistics.items()}
+        names = [n.removeprefix(prefix) for n in self.chosen.quantize if n.startswith(prefix)]
+        spec, dtype = self.chosen.spec, self.dtype
+        with self.model.block(self.index) as block:
+            if traffic is not None:
+                traffic.advance(FULL, block, self.index)
+            original = {name: weight_of(block, name).clone() for name in names}
             divided: dict[str, Tensor] = {}
             strengths: dict[str, float] = {}
-            if self.smooth:
-                found = feeds(model.config, block)
-                divided, strengths = smooth_block(
-                    block, found, local, quantized, chosen.spec, dtype
-                )
+            if self.options.smooth:
+                found = feeds(self.model.config, block)
+                divided, strengths = smooth_block(block, found, local, set(names), spec, dtype)
+            tensors = {}
             for name, parameter in block.named_parameters():
-                linear, _, what = name.rpartition(".")
-                if what != "weight" or linear not in quantized:
+                if name not in [f"{n}.weight" for n in names]:
                     tensors[prefix + name] = _cast(parameter, dtype)
-                    continue
-                weight, report = quantize_linear(
-                    prefix + linear,
-                    original[linear],
-                    parameter,
-                    local[f"{linear}.rows"],
-                    divided.get(linear),
-                    strengths.get(linear),
-                    chosen.spec,
-                    dtype,
-                    clip=self.clip,
+                    parameter.copy_(tensors[prefix + name])  # what comes next is made for this
+            rounded = self._round(block, names, local, divided, traffic)
+            reports = []
+            for name, weight in rounded.items():
+                tensors |= checkpoint.pack(prefix + name, weight)
+                reports.append(
+                    report_on(
+                        prefix + name,
+                        original[name],
+                        weight_of(block, name),
+                        weight,
+                        local[f"{name}.rows"],
+                        divided.get(name),
+                        strengths.get(name),
+                        dtype,
+                    )
                 )
-                tensors |= checkpoint.pack(prefix + linear, weight)
-                reports.append(report)
+            if traffic is not None:
+                served = {n: ScaleLinear(q, _bias_of(block, n)) for n, q in rounded.items()}
+                with swapped(block, served):
+                    traffic.advance(QUANTIZED, block, self.index)
         return tensors, reports
+
+    def _round(
+        self,
+        block: nn.Module,
+        names: list[str],
+        statistics: Mapping[str, Tensor],
+        divided: Mapping[str, Tensor],
+        traffic: Traffic | None,
+    ) -> dict[str, QTensor]:
+        """The integers of every linear in `names`."""
+        spec, dtype = self.chosen.spec, self.dtype
+        if self.options.rounding == "learned" and traffic is not None:
+            linears = {
+                n: RoundingLinear(weight_of(block, n), _bias_of(block, n), spec, dtype)
+                for n in names
+            }
+            batches = traffic.batches(self.index, seed=self.seed + self.index)
+            with swapped(block, linears):
+                learn(block, linears, batches, self.options.steps)
+            return {name: linear.qtensor() for name, linear in linears.items()}
+
+        clips: dict[str, Tensor | float] = dict.fromkeys(names, 1.0)
+        if self.options.clip:
+            for n in names:
+                rows = statistics[f"{n}.rows"]
+                clips[n] = clip_of(weight_of(block, n), rows, divided.get(n), spec, dtype)
+        if traffic is None:
+            return {n: rtn(weight_of(block, n), spec, dtype, clips[n]) for n in names}
+        factors: dict[int, Factor] = {}
+        rounded = {}
+        for name, hessian in traffic.hessians(block, self.index, names).items():
+            if id(hessian) not in factors:  # linears that read the same inputs share it
+                factors[id(hessian)] = factor(hessian)
+            found = factors[id(hessian)]
+            rounded[name] = gptq(weight_of(block, name), found, spec, dtype, clips[name])
+        return rounded
+
+
+def _bias_of(block: nn.Module, name: str) -> Tensor | None:
+    bias = block.get_submodule(name).bias
+    return bias if isinstance(bias, Tensor) else None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -94,3 +94,18 @@ def test_progress_is_used_not_redone(small: Small) -> None:
     work = Path(small().out or "") / "stages" / "calibrate.partial" / "work"
     states = HiddenStates(work)
     assert states.done("calibration") == states.done("heldout") == 2
+
+
+@pytest.mark.parametrize("rounding", ["gptq", "learned"])
+def test_killed_between_the_blocks_of_a_rounding_that_sees_data(
+    small: Small, tmp_path: Path, rounding: str
+) -> None:
+    settings = ("stages=[plan,calibrate,quantize]", f"quantize.rounding={rounding}")
+    settings = (*settings, "quantize.steps=3", "quantize.batch=4")
+    assert forked(lambda: killed_in_bar("quantize", 2, small(*settings))) == -9
+    out, other = Path(small().out or ""), tmp_path / "other"
+    assert HiddenStates(out / "stages" / "quantize.partial" / "work").done("quantized") == 2
+    assert forked(lambda: pipeline.run(small(*settings))) == 0
+    assert "quantize: goes on" in (out / "log.txt").read_text()
+    assert forked(lambda: pipeline.run(small(*settings, f"out={other}"))) == 0
+    assert files(out / "stages" / "quantize") == files(other / "stages" / "quantize")

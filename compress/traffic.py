@@ -1,0 +1,134 @@
+"""Calibration windows on their way through the blocks, twice: as the original sees them, and as
+they come out of the blocks quantized so far.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from compress.algorithms.learned import Batch
+from compress.hidden import HiddenStates
+from compress.model import BlockModel
+
+FULL, QUANTIZED = "full", "quantized"
+
+
+class Traffic:
+    """Streams of the windows in `file` (ids and mask [n, T]) through `model`, kept in `work`.
+
+    batch: windows that go through a block together. For every block: `advance(FULL)` while it is
+    as it was, then what needs inputs and targets, then `advance(QUANTIZED)` when it is quantized,
+    and `commit`, from which an interrupted run goes on.
+    """
+
+    def __init__(self, model: BlockModel, file: Path, work: Path, batch: int) -> None:
+        self.model, self.batch = model, batch
+        windows = load_file(file)
+        self.ids, self.mask = windows["ids"], windows["mask"]
+        self.states = HiddenStates(work)
+        if FULL not in self.states:
+            parts = zip(self.ids.split(batch), self.mask.split(batch), strict=True)
+            device = model.device
+            self.states.create(FULL, (model.embed(i.to(device), m.to(device)) for i, m in parts))
+        if QUANTIZED not in self.states:
+            self.states.copy(FULL, QUANTIZED)
+
+    @property
+    def done(self) -> int:
+        """Blocks that both streams have passed."""
+        return self.states.done(QUANTIZED)
+
+    def advance(self, name: str, block: nn.Module, index: int) -> None:
+        """Send a stream through the block, to be kept at the next `commit`."""
+        for rows, hidden in self.states.batches(name, self.batch):
+            call = self._call(list(range(len(self.ids))[rows]), index)
+            self.states.write(name, rows, block(hidden.to(self.model.device), **call))
+
+    def commit(self) -> None:
+        """Let the block be passed by both."""
+        self.states.commit(FULL, QUANTIZED)
+
+    def batch_of(self, numbers: list[int], index: int) -> Batch:
+        """Some windows: what block `index` gets from the quantized ones before it, and what the
+        original gave.
+        """
+        device = self.model.device
+        return Batch(
+            self.states.read(QUANTIZED, numbers).to(device),
+            self.states.read(FULL, numbers, ahead=True).to(device),
+            self.mask[numbers].to(device, torch.float32),
+            self._call(numbers, index),
+        )
+
+    def batches(self, index: int, seed: int) -> Iterator[Batch]:
+        """Batches of windows in random order, without end; each window once before any twice."""
+        generator = torch.Generator().manual_seed(seed)
+        waiting: list[int] = []
+        size = min(self.batch, len(self.ids))
+        while True:
+            if len(waiting) < size:
+                waiting = torch.randperm(len(self.ids), generator=generator).tolist()
+            numbers, waiting = waiting[:size], waiting[size:]
+            yield self.batch_of(numbers, index)
+
+    def hessians(self, block: nn.Module, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """X^T X [K, K], a token's mean, of what the linears `names` of the block get from the
+        quantized ones before it. Linears that read the same tensor share one.
+        """
+        sums: dict[str, Tensor] = {}
+        owners: dict[str, str] = {}
+        seen: list[tuple[Tensor, str]] = []
+        real = torch.empty(0)
+
+        def see(name: str, inputs: Tensor) -> None:
+            owner = next((owner for tensor, owner in seen if tensor is inputs), name)
+            owners[name] = owner
+            if owner != name:
+                return
+            seen.append((inputs, name))
+            rows = inputs[real].float()
+            if name not in sums:
+                sums[name] = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
+            sums[name].addmm_(rows.T, rows)
+
+        hooks = [
+            block.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, name=name: see(name, args[0])
+            )
+            for name in names
+        ]
+        try:
+            for rows, hidden in self.states.batches(QUANTIZED, self.batch):
+                seen.clear()
+                real = self.mask[rows].bool().to(self.model.device)
+                call = self._call(list(range(len(self.ids))[rows]), index)
+                block(hidden.to(self.model.device), **call)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        tokens = int(self.mask.sum())
+        for total in sums.values():
+            total.div_(tokens)
+        return {name: sums[owner] for name, owner in owners.items()}
+
+    def _call(self, numbers: list[int], index: int) -> Mapping[str, object]:
+        device = self.model.device
+        ids, mask = self.ids[numbers].to(device), self.mask[numbers].to(device)
+        return self.model.calls(ids, mask)[index]
+
+
+@contextmanager
+def swapped(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """The block with other modules in the places of some, which are put back at the end."""
+    before = {name: block.get_submodule(name) for name in modules}
+    try:
+        for name, module in modules.items():
+            block.set_submodule(name, module)
+        yield
+    finally:
+        for name, module in before.items():
+            block.set_submodule(name, module)

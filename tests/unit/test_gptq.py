@@ -1,0 +1,83 @@
+"""GPTQ against its definition and against plain rounding."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compress.algorithms.gptq import DAMPING, factor, gptq
+from compress.algorithms.rtn import rtn
+from compress.qtensor import QuantSpec
+
+W8, W4, W4G32 = QuantSpec(8), QuantSpec(4), QuantSpec(4, 32)
+
+
+def correlated(rows: int, k: int, seed: int = 0) -> torch.Tensor:
+    """Inputs [rows, k] whose channels say much of each other, of sizes that differ tenfold."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(k // 4, k, generator=generator)
+    own = 0.3 * torch.randn(rows, k, generator=generator)
+    sizes = torch.logspace(-0.5, 0.5, k)[torch.randperm(k, generator=generator)]
+    return (torch.randn(rows, k // 4, generator=generator) @ mixing / (k // 4) ** 0.5 + own) * sizes
+
+
+def weights(n: int, k: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("spec", [W8, W4, W4G32], ids=lambda s: s.scheme)
+@pytest.mark.parametrize("k", [64, 160, 288])
+def test_outputs_move_far_less_than_by_plain_rounding(spec: QuantSpec, k: int) -> None:
+    weight, inputs = weights(48, k), correlated(3000, k)
+    seen, unseen = inputs[:2000], inputs[2000:]
+    rounded = gptq(weight, factor(seen.T @ seen), spec, torch.float32)
+    plain = rtn(weight, spec, torch.float32)
+
+    def error(q: torch.Tensor) -> float:
+        return float((unseen @ (weight - q).T).norm())
+
+    assert error(rounded.dequantize()) < 0.75 * error(plain.dequantize())
+    assert torch.equal(rounded.scales, plain.scales)
+
+
+def test_independent_channels_are_rounded_to_nearest() -> None:
+    weight = weights(16, 96)
+    rounded = gptq(weight, factor(torch.diag(torch.logspace(-2, 2, 96))), W4G32, torch.float32)
+    assert torch.equal(rounded.ints, rtn(weight, W4G32, torch.float32).ints)
+
+
+def test_a_column_at_a_time_as_in_the_paper() -> None:
+    """Without blocks: each column's error goes to the columns that come, by the inverse."""
+    weight, inputs = weights(8, 140), correlated(500, 140)
+    hessian = inputs.T @ inputs
+    found = factor(hessian)
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    damped = hessian[order][:, order].double()
+    damped.diagonal().add_(DAMPING * hessian.diagonal().mean())
+    scale = rtn(weight, W4, torch.float32).scales.double()[:, 0]
+    rest, ints = weight.double()[:, order].clone(), torch.zeros(8, 140)
+    for column in range(140):
+        ints[:, column] = torch.round(rest[:, column] / scale).clamp(-8, 7)
+        error = rest[:, column] - ints[:, column] * scale
+        inverse = torch.linalg.inv(damped[column:, column:])
+        rest[:, column:] -= error.unsqueeze(1) * (inverse[0] / inverse[0, 0])
+    expected = ints[:, torch.argsort(order)]
+    same = gptq(weight, found, W4, torch.float32).ints.float() == expected
+    assert same.float().mean() > 0.99  # float32 sends a value near a half the other way
+
+
+@given(k=st.sampled_from([8, 33, 130]), rank=st.integers(1, 8), seed=st.integers(0, 99))
+def test_few_or_dead_inputs_are_damped_until_it_works(k: int, rank: int, seed: int) -> None:
+    inputs = torch.randn(rank, k, generator=torch.Generator().manual_seed(seed))
+    inputs[:, ::3] = 0
+    found = factor(inputs.T @ inputs)
+    rounded = gptq(weights(5, k), found, W4, torch.bfloat16)
+    assert found.damping >= DAMPING
+    assert int(rounded.ints.min()) >= W4.qmin
+    assert int(rounded.ints.max()) <= W4.qmax
+    assert torch.isfinite(rounded.dequantize()).all()
+
+
+def test_a_hessian_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="not positive definite"):
+        factor(-torch.eye(4) * 100)
