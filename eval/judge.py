@@ -50,6 +50,7 @@ class Judge:
 
     tokenizer: the original's. windows [n, T]: held-out text. asked: tasks with their items.
     work: a folder for results, each written as soon as it is known, so that a killed run goes on.
+    trust_remote_code: run the models' own Python.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -58,6 +59,7 @@ class Judge:
     batch_size: int
     device: str
     work: Path
+    trust_remote_code: bool = False
 
     def judge(
         self, dense: Path, checkpoint: Path, *, seed: int
@@ -93,7 +95,12 @@ class Judge:
         """The original's predictions on the windows, in float32."""
         file = self._folder / "reference.safetensors"
         if not file.exists():
-            model = load(dense, device="cpu", dtype=torch.float32)
+            model = load(
+                dense,
+                device="cpu",
+                dtype=torch.float32,
+                trust_remote_code=self.trust_remote_code,
+            )
             if self.device == "cuda" and _fits(model):
                 model.to(self.device)
             reference = fidelity.remember(model, self.windows)
@@ -113,7 +120,7 @@ class Judge:
         files = {name: self._folder / f"{who}.{name}.json" for name, _ in jobs}
         missing = [(name, job) for name, job in jobs if not files[name].exists()]
         if missing:
-            model = load(model_folder, device=self.device, dtype=None)
+            model = load(model_folder, device=self.device, trust_remote_code=self.trust_remote_code)
             for name, job in missing:
                 logger.info(f"  {who}: {name}")
                 write_json(files[name], job(model))

@@ -14,7 +14,13 @@ from compress.errors import UserError
 
 
 def footprint(
-    folder: Path, *, device: str, backend: str | None, prompt_tokens: int, threads: int
+    folder: Path,
+    *,
+    device: str,
+    backend: str | None,
+    prompt_tokens: int,
+    threads: int,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Load seconds and peak memory of `folder`, measured by a fresh Python on the same machine.
 
@@ -27,6 +33,7 @@ def footprint(
         "backend": backend,
         "prompt_tokens": prompt_tokens,
         "threads": threads,
+        "trust_remote_code": trust_remote_code,
     }
     command = [sys.executable, "-m", "compress.runtime.footprint", json.dumps(request)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -37,7 +44,12 @@ def footprint(
 
 
 def _measure(
-    folder: str, device: str, backend: str | None, prompt_tokens: int, threads: int
+    folder: str,
+    device: str,
+    backend: str | None,
+    prompt_tokens: int,
+    threads: int,
+    trust_remote_code: bool,
 ) -> dict[str, Any]:
     import torch
 
@@ -48,7 +60,7 @@ def _measure(
     torch.set_num_threads(threads)
     idle = high_water()
     start = time.perf_counter()
-    model = load(Path(folder), device=device, backend=backend)
+    model = load(Path(folder), device=device, backend=backend, trust_remote_code=trust_remote_code)
     loaded = time.perf_counter() - start
     time_request(model, torch.zeros((1, prompt_tokens), dtype=torch.long), new_tokens=2)
     return {

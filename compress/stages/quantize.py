@@ -40,8 +40,8 @@ class Quantize:
     channel. keep: linears left in 16 bit, by full name, wildcard, or `re:` pattern.
     smooth: move outliers from activations to weights, strength searched per layer.
     clip: search the largest weight that is kept, per channel or group.
-    rounding: nearest; gptq (a column at a time, the rest makes up for it); or learned (block by
-    block, over `steps` steps of `batch` windows, clips learned too).
+    rounding: nearest; gptq (a column at a time, the rest makes up for it); or learned (from there
+    on, block by block, over `steps` steps of `batch` windows).
     """
 
     name: ClassVar[str] = "quantize"
@@ -216,16 +216,6 @@ class BlockWork:
     ) -> dict[str, QTensor]:
         """The integers of every linear in `names`."""
         spec, dtype = self.chosen.spec, self.dtype
-        if self.options.rounding == "learned" and traffic is not None:
-            linears = {
-                n: RoundingLinear(weight_of(block, n), _bias_of(block, n), spec, dtype)
-                for n in names
-            }
-            batches = traffic.batches(self.index, seed=self.seed + self.index)
-            with swapped(block, linears):
-                learn(block, linears, batches, self.options.steps)
-            return {name: linear.qtensor() for name, linear in linears.items()}
-
         clips: dict[str, Tensor | float] = dict.fromkeys(names, 1.0)
         if self.options.clip:
             for n in names:
@@ -233,14 +223,23 @@ class BlockWork:
                 clips[n] = clip_of(weight_of(block, n), rows, divided.get(n), spec, dtype)
         if traffic is None:
             return {n: rtn(weight_of(block, n), spec, dtype, clips[n]) for n in names}
+
         factors: dict[int, Factor] = {}
-        rounded = {}
+        rounded, linears = {}, {}
         for name, hessian in traffic.hessians(block, self.index, names).items():
             if id(hessian) not in factors:  # linears that read the same inputs share it
                 factors[id(hessian)] = factor(hessian)
-            found = factors[id(hessian)]
-            rounded[name] = gptq(weight_of(block, name), found, spec, dtype, clips[name])
-        return rounded
+            found, weight = factors[id(hessian)], weight_of(block, name)
+            rounded[name], before = gptq(weight, found, spec, dtype, clips[name])
+            scales, bias = rounded[name].scales, _bias_of(block, name)
+            linears[name] = RoundingLinear(before, bias, spec, dtype, scales)
+        if self.options.rounding == "gptq":
+            return rounded
+
+        batches = traffic.batches(self.index, seed=self.seed + self.index)
+        with swapped(block, linears):
+            learn(block, linears, batches, self.options.steps)
+        return {name: linear.qtensor() for name, linear in linears.items()}
 
 
 def _bias_of(block: nn.Module, name: str) -> Tensor | None:

@@ -83,6 +83,7 @@ class Score:
             batch_size=self.batch_size,
             device=run.config.device,
             work=run.work,
+            trust_remote_code=trust,
         )
         scores, outputs = judge.judge(dense, run.artifacts["checkpoint"], seed=seed)
         count, length = judge.windows.shape

@@ -86,6 +86,7 @@ class Serve:
                 backend=backend,
                 prompt_tokens=prompt_tokens,
                 threads=torch.get_num_threads(),
+                trust_remote_code=trust,
             )
             for name, folder in folders.items()
         }

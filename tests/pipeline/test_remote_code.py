@@ -58,5 +58,9 @@ def test_run_when_asked(small: Callable[..., Config], own_code: Path, tiny_model
     assert type(ours).__name__ == "OwnForCausalLM"
     assert torch.equal(ours(ids).logits, plain(ids).logits)
     trusted = (f"model.path={own_code}", "model.trust_remote_code=true")
-    out = pipeline.run(small(*trusted, "stages=[plan,calibrate]"))
-    assert (out / "stages" / "calibrate.json").exists()
+    stages = "stages=[plan,calibrate,quantize,export,serve,score,report]"
+    out = pipeline.run(small(*trusted, stages))
+    assert (out / "checkpoint" / "modeling_own.py").read_text() == CODE
+    served = load(out / "checkpoint", trust_remote_code=True)
+    assert type(served).__name__ == "OwnForCausalLM"
+    assert (out / "report.json").exists()
