@@ -61,23 +61,25 @@ def gptq(
     spec: QuantSpec,
     dtype: torch.dtype,
     clip: Tensor | float = 1.0,
-) -> QTensor:
+) -> tuple[QTensor, Tensor]:
     """Round `weight` [N, K] so that |X (W - Q)^T|^2 is small, X being what `found` was made from.
 
     clip: a number, or [N, G], see `rtn.search_clip`. Scales are stored in `dtype`, and every
-    error is that of the stored scale.
+    error is that of the stored scale. Returns, beside the rounded weight, what each weight had
+    become when its turn came, [N, K]: the rounded weight is that, rounded to nearest.
     """
     n, k = weight.shape
     scales = scales_for(weight, spec, clip).to(dtype).clamp_min(torch.finfo(dtype).tiny)
     each = scales.float().repeat_interleave(k // scales.shape[1], dim=1)[:, found.order]
     rest = weight.float()[:, found.order].clone()
-    ints = torch.empty_like(rest)
+    before, ints = torch.empty_like(rest), torch.empty_like(rest)
     for first in range(0, k, BLOCK):
         last = min(first + BLOCK, k)
         upper = found.upper[first:last, first:last]
         errors = torch.empty(n, last - first, device=weight.device)
         for column in range(last - first):
-            value, scale = rest[:, first + column], each[:, first + column]
+            value, scale = rest[:, first + column].clone(), each[:, first + column]
+            before[:, first + column] = value
             rounded = torch.round(value / scale).clamp_(spec.qmin, spec.qmax)
             ints[:, first + column] = rounded
             error = (value - rounded * scale) / upper[column, column]
@@ -85,4 +87,4 @@ def gptq(
             errors[:, column] = error
         rest[:, last:] -= errors @ found.upper[first:last, last:]
     back = torch.argsort(found.order)
-    return QTensor(ints[:, back].to(torch.int8), scales, spec)
+    return QTensor(ints[:, back].to(torch.int8), scales, spec), before[:, back]

@@ -4,7 +4,8 @@ SignRound (Cheng et al. 2023, arXiv:2309.05516), as in AutoRound: an offset of a
 for every weight, and a factor for every scale, learned by the signs of their gradients. What is
 compared is the output of the whole block, so that attention and MLP make up for their errors
 together, and its inputs are those that passed the blocks quantized before it, so that it makes
-up for theirs as well.
+up for theirs as well. It may start from GPTQ, which has made up for much of that already: nothing
+learned is then GPTQ's own rounding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,29 +18,35 @@ from compress.algorithms.rtn import SMALLEST_SCALE, scales_for
 from compress.qtensor import QTensor, QuantSpec
 from compress.trainable import straight_through_int8
 
-LEAST_FACTOR = 0.3
+FACTORS = 0.3, 1.2
 
 
 class RoundingLinear(nn.Module):
     """A linear whose rounding is learned: ints = round(weight / scales + offset).
 
-    offset [N, K] in [-0.5, 0.5]. factor [N, G] in [LEAST_FACTOR, 1]: of the scales that keep the
-    largest weight of a group. Scales are rounded to `dtype`, in which they will be stored.
+    offset [N, K] in [-0.5, 0.5]. factor [N, G] within FACTORS: of `first` [N, G], the scales to
+    start from; None: those that keep the largest weight of a group. Scales are rounded to `dtype`,
+    in which they will be stored.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, spec: QuantSpec, dtype: torch.dtype
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        spec: QuantSpec,
+        dtype: torch.dtype,
+        first: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.spec, self.dtype = spec, dtype
-        self.weight, self.largest = weight.float(), scales_for(weight, spec)
-        self.bias = bias
+        self.spec, self.dtype, self.bias = spec, dtype, bias
+        self.weight = weight.float()
+        self.first = scales_for(weight, spec) if first is None else first.float()
         self.offset = nn.Parameter(torch.zeros_like(self.weight))
-        self.factor = nn.Parameter(torch.ones_like(self.largest))
+        self.factor = nn.Parameter(torch.ones_like(self.first))
 
     def scales(self) -> Tensor:
         """Scales [N, G] as they will be stored, differentiable in `factor`."""
-        exact = (self.largest * self.factor).clamp_min(SMALLEST_SCALE)
+        exact = (self.first * self.factor).clamp_min(SMALLEST_SCALE)
         stored = exact.detach().to(self.dtype).clamp_min(torch.finfo(self.dtype).tiny)
         return exact + (stored.float() - exact.detach())
 
@@ -110,7 +117,7 @@ def learn(
         for offset in offsets:
             offset.data.clamp_(-0.5, 0.5)
         for factor in factors:
-            factor.data.clamp_(LEAST_FACTOR, 1.0)
+            factor.data.clamp_(*FACTORS)
     few = max(1, steps // 10)
     return sum(errors[:few]) / few, sum(errors[-few:]) / few
 

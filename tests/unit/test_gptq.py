@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from compress.algorithms.gptq import DAMPING, factor, gptq
 from compress.algorithms.rtn import rtn
-from compress.qtensor import QuantSpec
+from compress.qtensor import QuantSpec, quantize
 
 W8, W4, W4G32 = QuantSpec(8), QuantSpec(4), QuantSpec(4, 32)
 
@@ -30,7 +30,7 @@ def weights(n: int, k: int, seed: int = 1) -> torch.Tensor:
 def test_outputs_move_far_less_than_by_plain_rounding(spec: QuantSpec, k: int) -> None:
     weight, inputs = weights(48, k), correlated(3000, k)
     seen, unseen = inputs[:2000], inputs[2000:]
-    rounded = gptq(weight, factor(seen.T @ seen), spec, torch.float32)
+    rounded, before = gptq(weight, factor(seen.T @ seen), spec, torch.float32)
     plain = rtn(weight, spec, torch.float32)
 
     def error(q: torch.Tensor) -> float:
@@ -38,11 +38,12 @@ def test_outputs_move_far_less_than_by_plain_rounding(spec: QuantSpec, k: int) -
 
     assert error(rounded.dequantize()) < 0.75 * error(plain.dequantize())
     assert torch.equal(rounded.scales, plain.scales)
+    assert torch.equal(quantize(before, rounded.scales, spec), rounded.ints)
 
 
 def test_independent_channels_are_rounded_to_nearest() -> None:
     weight = weights(16, 96)
-    rounded = gptq(weight, factor(torch.diag(torch.logspace(-2, 2, 96))), W4G32, torch.float32)
+    rounded, _ = gptq(weight, factor(torch.diag(torch.logspace(-2, 2, 96))), W4G32, torch.float32)
     assert torch.equal(rounded.ints, rtn(weight, W4G32, torch.float32).ints)
 
 
@@ -62,7 +63,7 @@ def test_a_column_at_a_time_as_in_the_paper() -> None:
         inverse = torch.linalg.inv(damped[column:, column:])
         rest[:, column:] -= error.unsqueeze(1) * (inverse[0] / inverse[0, 0])
     expected = ints[:, torch.argsort(order)]
-    same = gptq(weight, found, W4, torch.float32).ints.float() == expected
+    same = gptq(weight, found, W4, torch.float32)[0].ints.float() == expected
     assert same.float().mean() > 0.99  # float32 sends a value near a half the other way
 
 
@@ -71,7 +72,7 @@ def test_few_or_dead_inputs_are_damped_until_it_works(k: int, rank: int, seed: i
     inputs = torch.randn(rank, k, generator=torch.Generator().manual_seed(seed))
     inputs[:, ::3] = 0
     found = factor(inputs.T @ inputs)
-    rounded = gptq(weights(5, k), found, W4, torch.bfloat16)
+    rounded, _ = gptq(weights(5, k), found, W4, torch.bfloat16)
     assert found.damping >= DAMPING
     assert int(rounded.ints.min()) >= W4.qmin
     assert int(rounded.ints.max()) <= W4.qmax
