@@ -161,7 +161,8 @@ def with_fields(contender: Contender, fields: list[str]) -> Contender:
     """`ours` with further `field=value` of our configuration; any other contender as it is."""
     if contender.name != "ours":
         return contender
-    return replace(contender, options=dict(f.split("=", 1) for f in fields))
+    more = dict(f.split("=", 1) for f in fields)
+    return replace(contender, options={**contender.options, **more})
 
 
 def main() -> int:

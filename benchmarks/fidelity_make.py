@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -25,9 +26,10 @@ from compress.checkpoint import read_quantization_config
 from compress.data import Data, split, windows
 from compress.engines import Preflight
 from compress.eval import fidelity
-from compress.model import linear_shapes
+from compress.model import linear_shapes, skeleton
 from compress.qtensor import QuantSpec
 from compress.source import read_config
+from compress.structure import head_names
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "benchmarks"
@@ -72,7 +74,7 @@ CONTENDERS = (
     Contender("autoround", "AutoRound, 200 iterations", "autoround", (4,), {"iters": 200}),
     Contender("ours-rtn", "ours, round-to-nearest", None, (4, 8), PLAIN),
     Contender("ours-gptq", "ours, GPTQ", None, (4, 8), {"quantize.rounding": "gptq"}),
-    Contender("ours", "ours", None, (4, 8)),
+    Contender("ours", "ours, learned rounding", None, (4, 8), {"quantize.rounding": "learned"}),
 )
 
 
@@ -99,8 +101,9 @@ class Setting:
 def prepare(scheme: str, model: Path, train: Path, work: Path) -> Setting:
     """The tokens, the linears and the folders of one scheme."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    shapes = linear_shapes(read_config(model, trust_remote_code=False))
-    chosen = engines.preflight(shapes, SCHEMES[scheme], "vllm")
+    config = read_config(model, trust_remote_code=False)
+    heads = head_names(skeleton(config, torch.bfloat16))
+    chosen = engines.preflight(linear_shapes(config), SCHEMES[scheme], "vllm", heads=heads)
     whole = train.read_text(encoding="utf-8")
     ids = fidelity.windows(whole, tokenizer, SAMPLES, LENGTH)
     text, heldout = work / "calibration.txt", work / "heldout.txt"
