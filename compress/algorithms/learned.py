@@ -89,18 +89,18 @@ def learn(
     block: nn.Module,
     linears: Mapping[str, RoundingLinear],
     batches: Iterator[Batch],
+    *,
     steps: int,
-    rate: float | None = None,
+    rate: float,
 ) -> tuple[float, float]:
     """Learn the rounding of `linears`, which stand in their places in `block`.
 
-    rate: of the first step, falling to 0; None: 1 / steps, so that an offset can go once from one
-    end to the other. Matrix products are in bfloat16, the rest in float32. Returns the error
-    |Y - Y'|^2 / |Y|^2 of the first batches and of the last.
+    rate: by which an offset moves in the first step, falling to 0 in the last.
+    Matrix products are in bfloat16, the rest in float32. Returns the error |Y - Y'|^2 / |Y|^2 of
+    the first batches and of the last.
     """
     offsets = [linear.offset for linear in linears.values()]
     factors = [linear.factor for linear in linears.values()]
-    first_rate = rate if rate is not None else 1.0 / steps
     device = offsets[0].device.type
     errors = []
     for step in range(steps):
@@ -111,7 +111,7 @@ def learn(
             error = relative_error(outputs, batch)
             gradients = torch.autograd.grad(error, [*offsets, *factors])
         errors.append(float(error.detach()))
-        now = first_rate * (1 - step / steps)
+        now = rate * (1 - step / steps)
         for parameter, gradient in zip([*offsets, *factors], gradients, strict=True):
             parameter.data.sub_(gradient.sign(), alpha=now)
         for offset in offsets:

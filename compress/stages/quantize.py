@@ -41,7 +41,8 @@ class Quantize:
     smooth: move outliers from activations to weights, strength searched per layer.
     clip: search the largest weight that is kept, per channel or group.
     rounding: nearest; gptq (a column at a time, the rest makes up for it); or learned (from there
-    on, block by block, over `steps` steps of `batch` windows).
+    on, block by block, over `steps` steps of `batch` windows; `rate`: by how much of a weight's
+    step its rounding moves in the first).
     """
 
     name: ClassVar[str] = "quantize"
@@ -59,6 +60,7 @@ class Quantize:
     rounding: str = "nearest"
     steps: int = 100
     batch: int = 8
+    rate: float = 0.005
 
     def __post_init__(self) -> None:
         problems = []
@@ -238,7 +240,7 @@ class BlockWork:
 
         batches = traffic.batches(self.index, seed=self.seed + self.index)
         with swapped(block, linears):
-            learn(block, linears, batches, self.options.steps)
+            learn(block, linears, batches, steps=self.options.steps, rate=self.options.rate)
         return {name: linear.qtensor() for name, linear in linears.items()}
 
 

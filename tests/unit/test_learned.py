@@ -73,7 +73,7 @@ def test_the_output_moves_less_than_by_plain_rounding() -> None:
             return float(relative_error(block(unseen.inputs, gain=8.0), unseen))
 
     before = error()
-    first, last = learn(block, linears, batches(original, seed=0), steps=60)
+    first, last = learn(block, linears, batches(original, seed=0), steps=60, rate=1 / 60)
     assert last < 0.8 * first
     assert error() < 0.8 * before
     for linear in linears.values():
