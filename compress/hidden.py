@@ -59,7 +59,7 @@ class HiddenStates:
             if found != n * t * h * FLOAT32:
                 raise UserError(
                     f"{file}: {found} bytes, wanted {n * t * h * FLOAT32}; the scratch of the "
-                    "interrupted run was damaged: run the stage again by force=[STAGE]"
+                    f"interrupted run was damaged: remove {folder.parent} and run again"
                 )
 
     def __contains__(self, name: str) -> bool:

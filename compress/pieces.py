@@ -60,7 +60,10 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
                 opened.readline()  # the rest of a record that began before
             while opened.tell() < end and (line := opened.readline()):
                 if line.strip():
-                    yield json.loads(line)
+                    record = json.loads(line)
+                    if not isinstance(record, dict):
+                        raise ValueError(f"a record is {type(record).__name__}, wanted an object")
+                    yield record
 
 
 def _parquet_rows(file: Path, column: str) -> Iterator[dict[str, Any]]:

@@ -81,8 +81,6 @@ LAYOUTS: Mapping[str, Layout] = {
     "gpt_neox": GPT_NEOX,
 }
 
-LLAMA_LIKE = tuple(LAYOUTS)
-
 # Modules that transformers calls otherwise than their tensors are called in files.
 STORED_AS: Mapping[str, Mapping[str, str]] = {"gpt_neox": {"lm_head": "embed_out"}}
 

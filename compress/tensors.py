@@ -61,6 +61,9 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def chunks(self, name: str, elements: int) -> Iterator[tuple[int, Tensor]]:
         """A tensor in runs of rows of about `elements` values, each with its first row's number."""
+        if not self.shape(name):
+            yield 0, self[name]
+            return
         rows, *row = self.shape(name)
         step = max(1, elements // math.prod(row))
         for first in range(0, rows, step):

@@ -45,7 +45,7 @@ class Traffic:
     def advance(self, name: str, block: nn.Module, index: int) -> None:
         """Send a stream through the block, to be kept at the next `commit`."""
         for rows, hidden in self.states.batches(name, self.batch):
-            call = self._call(list(range(len(self.ids))[rows]), index)
+            call = self._call(rows, index)
             self.states.write(name, rows, block(hidden.to(self.model.device), **call))
 
     def commit(self) -> None:
@@ -64,6 +64,10 @@ class Traffic:
             self._call(numbers, index),
         )
 
+    def first(self, index: int) -> Batch:
+        """The first windows, for comparing before and after."""
+        return self.batch_of(list(range(min(self.batch, len(self.ids)))), index)
+
     def batches(self, index: int, seed: int) -> Iterator[Batch]:
         """Batches of windows in random order, without end; each window once before any twice."""
         generator = torch.Generator().manual_seed(seed)
@@ -71,7 +75,7 @@ class Traffic:
         size = min(self.batch, len(self.ids))
         while True:
             if len(waiting) < size:
-                waiting = torch.randperm(len(self.ids), generator=generator).tolist()
+                waiting += torch.randperm(len(self.ids), generator=generator).tolist()
             numbers, waiting = waiting[:size], waiting[size:]
             yield self.batch_of(numbers, index)
 
@@ -105,7 +109,7 @@ class Traffic:
             for rows, hidden in self.states.batches(QUANTIZED, self.batch):
                 seen.clear()
                 real = self.mask[rows].bool().to(self.model.device)
-                call = self._call(list(range(len(self.ids))[rows]), index)
+                call = self._call(rows, index)
                 block(hidden.to(self.model.device), **call)
         finally:
             for hook in hooks:
@@ -115,9 +119,9 @@ class Traffic:
             total.div_(tokens)
         return {name: sums[owner] for name, owner in owners.items()}
 
-    def _call(self, numbers: list[int], index: int) -> Mapping[str, object]:
+    def _call(self, rows: slice | list[int], index: int) -> Mapping[str, object]:
         device = self.model.device
-        ids, mask = self.ids[numbers].to(device), self.mask[numbers].to(device)
+        ids, mask = self.ids[rows].to(device), self.mask[rows].to(device)
         return self.model.calls(ids, mask)[index]
 
 

@@ -1,4 +1,4 @@
-"""Quantize one decoder block: smooth, clip, round, each linear judged on real inputs."""
+"""What is done to one decoder block beside rounding: smooth, clip, and measure on real inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.algorithms.rtn import rtn, scales_for, search_clip
+from compress.algorithms.rtn import rtn, search_clip
 from compress.algorithms.smooth import fake_quantize, search_strength
 from compress.qtensor import QTensor, QuantSpec
 from compress.structure import Feed
@@ -138,7 +138,7 @@ def report_on(
         error=_relative(inputs @ weight.float().T, kept),
         error_rtn=_relative(rows.float() @ original.float().T, plain),
         smooth=strength,
-        clip=float((quantized.scales.float() / scales_for(weight, spec)).mean()),
+        clip=float((quantized.scales.float() / rtn(weight, spec, dtype).scales.float()).mean()),
     )
 
 

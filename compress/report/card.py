@@ -54,7 +54,7 @@ def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
 
 def model_name(model: str) -> str:
     """The model's name without the path of this machine: the last part, or the hub id whole."""
-    return model if is_hub_id(model) else Path(model).name.removesuffix(".gguf")
+    return model if is_hub_id(model) else Path(model).resolve().name.removesuffix(".gguf")
 
 
 def is_hub_id(model: str) -> bool:

@@ -98,5 +98,4 @@ class Export:
             "tensors": len(found),
             "kl": measured.kl,
             "kl_to_memory": difference,
-            "tied": "lm_head.weight" not in found,
         }

@@ -184,6 +184,8 @@ def part_of(name: str) -> str:
     """The part of the model that a tensor belongs to, one of PARTS."""
     if "norm" in name or ".ln_" in name:
         return "norms"
+    if name.startswith(("lm_head", "embed_out")):
+        return "lm_head"
     if "embed" in name or ".wte." in name or ".wpe." in name:
         return "embeddings"
     if "attn" in name or "attention" in name:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from compress import checkpoint, engines, heldout
 from compress.algorithms.blockwise import LayerReport, clip_of, report_on, smooth_block, weight_of
-from compress.algorithms.gptq import Factor, factor, gptq
-from compress.algorithms.learned import RoundingLinear, learn
+from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
+from compress.algorithms.learned import RoundingLinear, learn, relative_error
 from compress.algorithms.rtn import rtn
 from compress.artifact import write_json
-from compress.errors import ConfigError
+from compress.errors import ConfigError, UserError
 from compress.log import logger, progress
 from compress.model import BlockModel, linear_shapes, storage_dtype
 from compress.qtensor import QTensor, QuantSpec
@@ -46,7 +46,7 @@ class Quantize:
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics")
     gives: ClassVar[str | None] = "quantized"
     shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "seed")
@@ -227,21 +227,47 @@ class BlockWork:
             return {n: rtn(weight_of(block, n), spec, dtype, clips[n]) for n in names}
 
         factors: dict[int, Factor] = {}
-        rounded, linears = {}, {}
+        rounded: dict[str, QTensor] = {}
+        linears: dict[str, RoundingLinear] = {}
         for name, hessian in traffic.hessians(block, self.index, names).items():
             if id(hessian) not in factors:  # linears that read the same inputs share it
-                factors[id(hessian)] = factor(hessian)
+                factors[id(hessian)] = self._factor(name, hessian)
             found, weight = factors[id(hessian)], weight_of(block, name)
             rounded[name], before = gptq(weight, found, spec, dtype, clips[name])
-            scales, bias = rounded[name].scales, _bias_of(block, name)
-            linears[name] = RoundingLinear(before, bias, spec, dtype, scales)
-        if self.options.rounding == "gptq":
-            return rounded
+            if self.options.rounding == "learned":
+                scales, bias = rounded[name].scales, _bias_of(block, name)
+                linears[name] = RoundingLinear(before, bias, spec, dtype, scales)
+        return self._learned(block, linears, traffic, rounded) if linears else rounded
 
+    def _factor(self, name: str, hessian: Tensor) -> Factor:
+        try:
+            found = factor(hessian)
+        except ValueError as error:
+            raise UserError(
+                f"{name} of block {self.index}: {error}; quantize.rounding=nearest does without"
+            ) from error
+        if found.damping > DAMPING:
+            logger.info(f"  block {self.index} {name}: Hessian damped by {found.damping:g}")
+        return found
+
+    def _learned(
+        self,
+        block: nn.Module,
+        linears: Mapping[str, RoundingLinear],
+        traffic: Traffic,
+        rounded: dict[str, QTensor],
+    ) -> dict[str, QTensor]:
+        """`rounded` learned on, where the block's error on the same windows becomes smaller."""
         batches = traffic.batches(self.index, seed=self.seed + self.index)
+        same = traffic.first(self.index)
         with swapped(block, linears):
+            before = float(relative_error(block(same.inputs, **same.call), same))
             learn(block, linears, batches, steps=self.options.steps, rate=self.options.rate)
-        return {name: linear.qtensor() for name, linear in linears.items()}
+            after = float(relative_error(block(same.inputs, **same.call), same))
+        if after < before:
+            return {name: linear.qtensor() for name, linear in linears.items()}
+        logger.info(f"  block {self.index}: learning did not lessen its error; GPTQ's is kept")
+        return rounded
 
 
 def _bias_of(block: nn.Module, name: str) -> Tensor | None:
