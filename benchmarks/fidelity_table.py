@@ -80,10 +80,15 @@ def is_ours(name: str) -> bool:
 
 def table(report: Result) -> str:
     """One scheme: a line a contender, and what the comparison comes to."""
-    original = report["original"]
+    original, judge = report["original"], report["judge"]
+    tasks = "no tasks asked"
+    if judge["items"]:
+        tasks = f"{judge['items']} items of each task at most, in {judge['task_dtype']}"
     names = " | ".join(TASKS.values())
     lines = [
         f"### {report['scheme']}",
+        "",
+        f"{report['quantized']} linears quantized; {tasks}.",
         "",
         "| | KL | top-1 | perplexity | "
         f"{names} | average | beside the original | MB | bits | s | peak GB |",
@@ -145,8 +150,7 @@ def conditions(reports: list[Result]) -> str:
         f"{first['model']}, {first['parameters'] / 1e6:.0f}M parameters; left in 16 bit: "
         f"{', '.join(first['left_alone'])}. Calibration: {calibration['windows']} windows of "
         f"{calibration['tokens']} tokens. Judge: {judge['windows']} windows of {judge['tokens']} "
-        f"tokens in float32, {judge['items']} items of each task in "
-        f"{judge['task_dtype']}. {hardware['cpu']}, {hardware['cores']} cores, "
+        f"tokens in float32. {hardware['cpu']}, {hardware['cores']} cores, "
         f"{hardware['memory_bytes'] / 1e9:.0f} GB; peers: {peers}; ours and the judge: torch "
         f"{ours['torch']}, transformers {ours['transformers']}."
     )

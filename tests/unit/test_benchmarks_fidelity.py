@@ -143,6 +143,7 @@ def report() -> dict:
         "model": "Model",
         "parameters": 135e6,
         "scheme": "W4A16",
+        "quantized": 7,
         "left_alone": ["lm_head", "q_proj"],
         "calibration": {"windows": 48, "tokens": 512},
         "judge": {"windows": 8, "tokens": 1024, "items": 4, "task_dtype": "float32"},
@@ -170,6 +171,7 @@ def test_the_average_counts_every_task_alike():
 def test_a_table_holds_what_was_measured_and_ours_beside_the_best_peer():
     text = table.table(report())
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
+    assert "7 linears quantized; 4 items of each task at most, in float32." in text
     scores = " | ".join(["50.0"] * 5)
     assert lines["rounding"].startswith(f"| rounding | 0.4000 | 60.0% | 20.09 | {scores} | -25.0 [")
     assert lines["rounding"].endswith("] | 2.5 | 4.25 | 12 | 1.5 |")
