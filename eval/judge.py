@@ -120,7 +120,12 @@ class Judge:
         files = {name: self._folder / f"{who}.{name}.json" for name, _ in jobs}
         missing = [(name, job) for name, job in jobs if not files[name].exists()]
         if missing:
-            model = load(model_folder, device=self.device, trust_remote_code=self.trust_remote_code)
+            model = load(
+                model_folder,
+                device=self.device,
+                dtype=None,
+                trust_remote_code=self.trust_remote_code,
+            )
             for name, job in missing:
                 logger.info(f"  {who}: {name}")
                 write_json(files[name], job(model))

@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from filelock import FileLock
+from hydra.core.hydra_config import HydraConfig
 from hypothesis import HealthCheck, settings
 
 from compress import source, tiny
@@ -37,6 +38,13 @@ settings.load_profile("shared")
 def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_command_left() -> Iterator[None]:
+    """Forget the command that a test ran in this process: Hydra keeps it, and reports print it."""
+    yield
+    HydraConfig.instance().cfg = None
 
 
 @pytest.fixture(autouse=True, scope="session")

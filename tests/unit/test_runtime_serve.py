@@ -14,6 +14,7 @@ from compress.qtensor import QuantSpec
 from compress.runtime.generate import chat_prompt, encode, generate
 from compress.runtime.latency import Timing, summarize, time_models
 from compress.runtime.loader import load
+from compress.source import Model
 from compress.stage import Run
 from compress.stages.serve import Serve
 from tests.unit.test_runtime import quantized
@@ -75,7 +76,7 @@ def test_every_model_is_timed_as_often(stories260k: Path) -> None:
 
 
 def run_of(dense: Path, checkpoint: Path, work: Path) -> Run:
-    config: Any = SimpleNamespace(device="cpu", seed=0)
+    config: Any = SimpleNamespace(device="cpu", seed=0, model=Model())
     return Run(config, {"dense": dense, "checkpoint": checkpoint}, work, {})
 
 

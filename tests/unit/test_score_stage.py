@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from compress.data import Data
 from compress.errors import ConfigError, UserError
 from compress.eval import judge, sheet
+from compress.source import Model
 from compress.stage import Run
 from compress.stages.score import Score
 
@@ -62,7 +63,7 @@ def text(tmp_path):
 
 def run_of(folders, work: Path) -> Run:
     work.mkdir(parents=True, exist_ok=True)
-    config = SimpleNamespace(device="cpu", seed=0, data=Data())
+    config = SimpleNamespace(device="cpu", seed=0, data=Data(), model=Model())
     dense, checkpoint = folders
     return Run(config, {"dense": dense, "checkpoint": checkpoint}, work, {})
 
