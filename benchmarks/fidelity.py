@@ -1,14 +1,14 @@
 """Compress one model with this project and with its peers, and judge all by the same judge.
 
     sh benchmarks/peers_env.sh         # once: llm-compressor, in an environment of its own
-    .venv/bin/python benchmarks/fidelity.py --model FOLDER
+    .venv/bin/python benchmarks/fidelity.py --model FOLDER --data FOLDER
 
 Every contender gets the same model, calibration tokens, scheme and list of linears left in 16 bit,
 which is that of `engine=vllm`: q, k, v and the output head. Ours is `python -m compress` with plan,
 calibrate, quantize and export: no distillation. All checkpoints are read back from disk by our
 runtime and judged on text and tasks that nothing was tuned on. What is done is kept in
-runs/fidelity and not done again; a killed run goes on. The results go to
-benchmarks/results/fidelity-SCHEME.json and, as tables, to docs/fidelity.md.
+runs/fidelity and not done again; after a kill, the contender that was in progress starts over. The
+results go to benchmarks/results/fidelity-SCHEME.json and, as tables, to docs/fidelity.md.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from transformers import AutoTokenizer
 from compress.artifact import fingerprint, write_json
 from compress.eval import fidelity
 from compress.machine import hardware, packages
-from compress.model import TensorFiles
 from compress.stages.plan import tensor_elements
+from compress.tensors import TensorFiles
 
 RESULTS = HERE / "results"
 TEST_WINDOWS, TEST_LENGTH = 8, 1024
@@ -172,9 +172,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
-    parser.add_argument(
-        "--data", type=Path, default=ROOT.parent / "shared/data", help="texts and tasks"
-    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of the texts and tasks")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
     parser.add_argument("--only", nargs="+", default=names, choices=names, help="make just these")
     parser.add_argument("--items", type=int, default=200, help="of each task; 0: no tasks")

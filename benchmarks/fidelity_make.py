@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ SCHEMES = {
 }
 RECIPES = {4: "int4_7b", 8: "int8_7b"}  # the ones that are for no model in particular
 SAMPLES, LENGTH = 48, 512
-OUR_CODE = ("algorithms/*.py", "stages/calibrate.py", "stages/quantize.py", "qtensor.py")
+OUR_CODE = ("*.py", "algorithms/*.py", "stages/*.py", "conf/quantize/*.yaml", "conf/recipe/*.yaml")
 PLAIN = {"quantize.rounding": "nearest", "quantize.smooth": False, "quantize.clip": False}
 
 
@@ -73,8 +74,9 @@ CONTENDERS = (
     ),
     Contender("autoround", "AutoRound, 200 iterations", "autoround", (4,), {"iters": 200}),
     Contender("ours-rtn", "ours, round-to-nearest", None, (4, 8), PLAIN),
-    Contender("ours-gptq", "ours, GPTQ", None, (4, 8), {"quantize.rounding": "gptq"}),
-    Contender("ours", "ours, learned rounding", None, (4, 8), {"quantize.rounding": "learned"}),
+    Contender("ours", "ours, as shipped", None, (4, 8)),
+    Contender("ours-gptq", "ours, GPTQ", None, (8,), {"quantize.rounding": "gptq"}),
+    Contender("ours-learned", "ours, learned", None, (4, 8), {"quantize.rounding": "learned"}),
 )
 
 
@@ -220,7 +222,9 @@ def make(contender: Contender, setting: Setting) -> None:
     if (folder / "made.json").exists():
         return
     print(f"{setting.spec.scheme}: {contender.label}", file=sys.stderr, flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    # From nothing: what a killed run had done would be missing in the seconds.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     command = peers_command if contender.method else our_command
     load = os.getloadavg()[0]
     status, seconds, peak = measured(command(contender, setting, folder), folder / "output.txt")
