@@ -192,7 +192,7 @@ def part_of(name: str) -> str:
         return "attention"
     if "mlp" in name or "feed_forward" in name:
         return "mlp"
-    return "lm_head" if name.startswith(("lm_head", "embed_out")) else "other"
+    return "other"
 
 
 def by_part(figures: dict[str, int]) -> dict[str, int]:
