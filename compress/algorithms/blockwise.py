@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.algorithms.rtn import rtn, search_clip
+from compress.algorithms.rtn import rtn, search_clip, stored_scales
 from compress.algorithms.smooth import fake_quantize, search_strength
 from compress.qtensor import QTensor, QuantSpec
 from compress.structure import Feed
@@ -138,7 +138,7 @@ def report_on(
         error=_relative(inputs @ weight.float().T, kept),
         error_rtn=_relative(rows.float() @ original.float().T, plain),
         smooth=strength,
-        clip=float((quantized.scales.float() / rtn(weight, spec, dtype).scales.float()).mean()),
+        clip=float((quantized.scales.float() / stored_scales(weight, spec, dtype).float()).mean()),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.algorithms.rtn import scales_for
+from compress.algorithms.rtn import stored_scales
 from compress.qtensor import QTensor, QuantSpec
 
 BLOCK = 128
@@ -69,7 +69,7 @@ def gptq(
     become when its turn came, [N, K]: the rounded weight is that, rounded to nearest.
     """
     n, k = weight.shape
-    scales = scales_for(weight, spec, clip).to(dtype).clamp_min(torch.finfo(dtype).tiny)
+    scales = stored_scales(weight, spec, dtype, clip)
     each = scales.float().repeat_interleave(k // scales.shape[1], dim=1)[:, found.order]
     rest = weight.float()[:, found.order].clone()
     before, ints = torch.empty_like(rest), torch.empty_like(rest)

@@ -19,11 +19,17 @@ def scales_for(weight: Tensor, spec: QuantSpec, clip: Tensor | float = 1.0) -> T
     return (largest * clip / spec.qmax).clamp_min(SMALLEST_SCALE)
 
 
+def stored_scales(
+    weight: Tensor, spec: QuantSpec, dtype: torch.dtype, clip: Tensor | float = 1.0
+) -> Tensor:
+    """`scales_for` as they are stored in `dtype`."""
+    # A scale that the dtype cannot hold would be 0, and every weight NaN.
+    return scales_for(weight, spec, clip).to(dtype).clamp_min(torch.finfo(dtype).tiny)
+
+
 def rtn(weight: Tensor, spec: QuantSpec, dtype: torch.dtype, clip: Tensor | float = 1.0) -> QTensor:
     """Round `weight` [N, K] to the nearest integer times scale; scales are stored in `dtype`."""
-    scales = scales_for(weight, spec, clip).to(dtype)
-    # A scale that the dtype cannot hold would be 0, and every weight NaN.
-    scales = scales.clamp_min(torch.finfo(dtype).tiny)
+    scales = stored_scales(weight, spec, dtype, clip)
     return QTensor(quantize(weight, scales, spec), scales, spec)
 
 
