@@ -15,10 +15,9 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from compress.checkpoint import read_quantization_config
 from compress.errors import UserError
 from compress.runtime.linear import QuantLinear
-from compress.runtime.loader import swap_linears
+from compress.runtime.loader import assign, swap_linears, take_quantization
 from compress.structure import stored_name
 from compress.tensors import TensorFiles
 
@@ -83,15 +82,11 @@ class BlockModel:
         self.device = device
         self.dtype = dtype
         self.config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        quantization = getattr(self.config, "quantization_config", None)
-        if quantization is not None:
-            # Else transformers would look for its own quantizer in what it builds from this.
-            del self.config.quantization_config
+        quantization = take_quantization(self.config)
         self.tensors = TensorFiles(folder)
         self.skeleton = skeleton(self.config, dtype, trust_remote_code)
         if quantization is not None:
-            linears = [n for n, m in self.skeleton.named_modules() if isinstance(m, nn.Linear)]
-            swap_linears(self.skeleton, read_quantization_config(quantization, linears))
+            swap_linears(self.skeleton, quantization)
         self.prefix, blocks = find_blocks(self.skeleton)
         self.blocks = list(blocks)
         self._leave_on_disk()
@@ -100,7 +95,7 @@ class BlockModel:
         self._fill(self.skeleton, "", outside)
         for name, buffer in list(self.skeleton.named_buffers()):
             if not buffer.is_meta:
-                _put(self.skeleton, name, buffer.to(device))
+                assign(self.skeleton, name, buffer.to(device))
         self._frames = [_Frame(block) for block in self.blocks]
         self._unpadded: tuple[torch.Size, list[dict[str, Any]]] | None = None
         parent, _, name = self.prefix.rpartition(".")
@@ -131,7 +126,7 @@ class BlockModel:
             yield block
         finally:
             for name in names:  # not the other buffers, which are in no file
-                _put(block, name, _get(block, name).to("meta"))
+                assign(block, name, _get(block, name).to("meta"))
             for module in block.modules():
                 if isinstance(module, QuantLinear):
                     module.to("meta")  # its kernel holds the weight too
@@ -209,7 +204,7 @@ class BlockModel:
             # A copy, so that the file can be closed.
             dtype = self.dtype if isinstance(empty, nn.Parameter) else None
             value = self.tensors[full].to(self.device, dtype, copy=True)
-            _put(module, name, value)
+            assign(module, name, value)
 
     def _check(self, name: str, wanted: torch.Size) -> None:
         """Raise UserError where the tensor cannot be what the model wants."""
@@ -238,15 +233,6 @@ def _empty(module: nn.Module) -> list[str]:
 def _get(module: nn.Module, name: str) -> Tensor:
     parent, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(parent), leaf)
-
-
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    parent, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(parent)
-    if leaf in owner._parameters:
-        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-    else:
-        owner._buffers[leaf] = tensor
 
 
 def skeleton(

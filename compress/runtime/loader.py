@@ -2,17 +2,23 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from compress.checkpoint import read_quantization_config
 from compress.errors import UserError
 from compress.kernels.backend import pick_backend
-from compress.qtensor import QuantSpec
 from compress.runtime.linear import QuantLinear
 from compress.structure import model_name
 from compress.tensors import TensorFiles
@@ -59,10 +65,7 @@ def build_empty(
     """The model's modules, parameters on the meta device, quantized linears put in place."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None:
-            # Else transformers would look for its own quantizer in what it builds from this.
-            del config.quantization_config
+        quantization = take_quantization(config)
         dtype = dtype or config.dtype or torch.float32
         if dtype == torch.float16 and torch.device(device).type == "cpu":
             dtype = torch.bfloat16
@@ -75,16 +78,25 @@ def build_empty(
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(f"{folder}: not a causal language model that loads: {reason}") from error
     if quantization is not None:
-        if not isinstance(quantization, dict):
-            quantization = quantization.to_dict()
-        linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-        swap_linears(model, read_quantization_config(quantization, linears))
+        swap_linears(model, quantization)
     return model
 
 
-def swap_linears(model: PreTrainedModel, specs: Mapping[str, QuantSpec]) -> None:
-    """Put an empty QuantLinear in the place of every linear of `specs`, by its full name."""
-    for name, spec in specs.items():
+def take_quantization(config: PretrainedConfig) -> dict[str, Any] | None:
+    """The `quantization_config` of a model, None where it has none; it is taken out of `config`,
+    or transformers would look for its own quantizer in what it builds from that.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return None
+    del config.quantization_config
+    return quantization if isinstance(quantization, dict) else quantization.to_dict()
+
+
+def swap_linears(model: PreTrainedModel, quantization: Mapping[str, Any]) -> None:
+    """Put an empty QuantLinear in the place of every linear that is quantized."""
+    linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    for name, spec in read_quantization_config(quantization, linears).items():
         module = model.get_submodule(name)
         try:
             linear = QuantLinear(
@@ -151,7 +163,7 @@ def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
             raise UserError(f"{folder}: {name} is {tensor.dtype}; wanted {target.dtype}")
         dtype = tensor.dtype if name.endswith(".weight_scale") else target.dtype
         # A copy, so that the file can be closed.
-        _assign(model, name, tensor.to(device=device, dtype=dtype, copy=True))
+        assign(model, name, tensor.to(device=device, dtype=dtype, copy=True))
     return found
 
 
@@ -168,13 +180,14 @@ def _check_tied(source: str, name: str, tensor: Tensor, folder: Path) -> None:
         )
 
 
-def _assign(model: PreTrainedModel, name: str, tensor: Tensor) -> None:
+def assign(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the parameter or buffer `name` of the module, whatever stood there."""
     parent, _, leaf = name.rpartition(".")
-    module = model.get_submodule(parent)
-    if leaf in module._parameters:
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    owner = module.get_submodule(parent)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:
-        module._buffers[leaf] = tensor
+        owner._buffers[leaf] = tensor
 
 
 def _check_complete(model: PreTrainedModel, found: set[str], folder: Path) -> None:
