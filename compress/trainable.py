@@ -4,7 +4,8 @@ The integers need no gradient and no optimizer state, and RoPE acts on what is i
 checkpoint needs no second quantization after training.
 """
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,10 @@ from compress.engines import FUSED_QKV, QUERY_KEY, VALUE
 from compress.kernels.w8a8.reference import quantize_per_token
 from compress.qtensor import QTensor
 from compress.runtime.linear import QuantLinear
+from compress.runtime.loader import load
+
+if TYPE_CHECKING:
+    from compress.config import Config
 
 ROTATED = (*QUERY_KEY, *FUSED_QKV)
 """What RoPE acts on, with V where it is in one matrix with Q and K."""
@@ -57,6 +62,16 @@ def straight_through_int8(x: Tensor) -> Tensor:
     reference; the identity going back (Bengio et al. 2013, arXiv:1308.3432).
     """
     return _StraightThroughInt8.apply(x)
+
+
+def load_exact(folder: Path, config: "Config") -> PreTrainedModel:
+    """The model in `folder` in float32 on the run's device, for training and for measuring it."""
+    return load(
+        folder,
+        device=config.device,
+        dtype=torch.float32,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
 
 def make_trainable(model: PreTrainedModel) -> PreTrainedModel:

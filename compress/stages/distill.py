@@ -8,17 +8,16 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from compress import checkpoint, data, heldout
 from compress.algorithms.soft_labels import kl_top_k, top_k
 from compress.errors import ConfigError
 from compress.log import logger, progress
 from compress.model import BlockModel, storage_dtype
-from compress.runtime.loader import load
 from compress.source import describe
 from compress.stage import Run
-from compress.trainable import ATTENTION_INPUTS, make_trainable, norms_and, scales
+from compress.trainable import ATTENTION_INPUTS, load_exact, make_trainable, norms_and, scales
 from compress.training import Schedule, relative_groups, train
 
 CHUNK = 16  # windows for which the teacher's blocks are read once
@@ -75,7 +74,7 @@ class Distill:
         windows = self._windows(run)
         labels = self._labels(run, windows)
 
-        model = make_trainable(_loaded(run, source))
+        model = make_trainable(load_exact(source, run.config))
         dtype = storage_dtype(model.config, config.model.dtype)
         groups = [
             *relative_groups(self.scale_rate, scales(model)),
@@ -182,18 +181,9 @@ class Distill:
         return {"ids": ids, "probabilities": probabilities, "figures": figures}
 
 
-def _loaded(run: Run, folder: Path) -> PreTrainedModel:
-    return load(
-        folder,
-        device=run.config.device,
-        dtype=torch.float32,
-        trust_remote_code=run.config.model.trust_remote_code,
-    )
-
-
 def _served_kl(run: Run, folder: Path) -> float:
     """The held-out KL of the model in `folder`, loaded from disk and run by the kernels."""
-    return heldout.distance_of(_loaded(run, folder), run.artifacts["statistics"]).kl
+    return heldout.distance_of(load_exact(folder, run.config), run.artifacts["statistics"]).kl
 
 
 def _write_labels(teacher: BlockModel, ids: Tensor, mask: Tensor, k: int, file: Path) -> None:

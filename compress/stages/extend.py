@@ -15,10 +15,9 @@ from compress.artifact import write_json
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.model import storage_dtype
-from compress.runtime.loader import load
 from compress.source import describe
 from compress.stage import Run
-from compress.trainable import ROTATED, make_trainable, norms_and
+from compress.trainable import ROTATED, load_exact, make_trainable, norms_and
 from compress.training import Schedule, train
 
 POSITIONS = 8  # parts of a window over which the perplexity is given
@@ -93,11 +92,11 @@ class Extend:
         _scale(source, scaled, config, parsed, self.method, self.factor, longer)
         texts, held = self._windows(run, longer)
 
-        unscaled_model = _loaded(run, source)
+        unscaled_model = load_exact(source, run.config)
         before = perplexity_by_position(unscaled_model, held.ids)
         kl_before = heldout.distance_of(unscaled_model, run.artifacts["statistics"])
         del unscaled_model
-        model = make_trainable(_loaded(run, scaled))
+        model = make_trainable(load_exact(scaled, run.config))
         at_once = perplexity_by_position(model, held.ids)
         dtype = storage_dtype(model.config, run.config.model.dtype)
         changed: dict[str, Tensor] = {}
@@ -127,7 +126,7 @@ class Extend:
             curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
         after = perplexity_by_position(model, held.ids)
         checkpoint.rewrite(source, out, changed, describe(scaled))
-        kl_after = heldout.distance_of(_loaded(run, out), run.artifacts["statistics"])
+        kl_after = heldout.distance_of(load_exact(out, run.config), run.artifacts["statistics"])
         logger.info(
             f"  window {window} to {longer} ({self.method}): perplexity over all of it "
             f"{mean_perplexity(before):.2f} unscaled, {mean_perplexity(at_once):.2f} scaled, "
@@ -180,15 +179,6 @@ class Extend:
             description=description,
         )
         return texts, long_held
-
-
-def _loaded(run: Run, folder: Path) -> PreTrainedModel:
-    return load(
-        folder,
-        device=run.config.device,
-        dtype=torch.float32,
-        trust_remote_code=run.config.model.trust_remote_code,
-    )
 
 
 def _scale(
