@@ -25,7 +25,7 @@ from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS, load_block_statistics
 from compress.structure import feeds, head_names, knows
-from compress.traffic import FULL, QUANTIZED, Traffic, swapped
+from compress.streams import FULL, QUANTIZED, CalibrationStreams, swapped
 from compress.trainable import ScaleLinear
 
 ROUNDINGS = ("nearest", "gptq", "learned")
@@ -113,20 +113,20 @@ class Quantize:
         for note in notes:
             logger.info(f"  {note}")
 
-        traffic = None
+        streams = None
         if self.rounding != "nearest":
-            traffic = Traffic(model, statistics / WINDOWS, run.work, self.batch)
+            streams = CalibrationStreams(model, statistics / WINDOWS, run.work, self.batch)
         done = [_restore(run.work, index) for index in range(len(model))]
         first = next((i for i, layers in enumerate(done) if layers is None), len(model))
-        if traffic is not None:
-            first = min(first, traffic.done)
+        if streams is not None:
+            first = min(first, streams.done)
         blocks = range(first, len(model))
         for index in progress(blocks, "quantize", "block", total=len(model), done=first):
             work = BlockWork(self, model, index, chosen, dtype, run.config.seed)
-            tensors, layers = work.run(load_block_statistics(statistics, index), traffic)
+            tensors, layers = work.run(load_block_statistics(statistics, index), streams)
             _save_block(run.work, index, tensors, layers)
-            if traffic is not None:
-                traffic.commit()
+            if streams is not None:
+                streams.commit()
             done[index] = layers
 
         config = describe(dense)
@@ -165,7 +165,7 @@ class BlockWork:
     seed: int
 
     def run(
-        self, statistics: Mapping[str, Tensor], traffic: Traffic | None
+        self, statistics: Mapping[str, Tensor], streams: CalibrationStreams | None
     ) -> tuple[dict[str, Tensor], list[LayerReport]]:
         """The block's tensors as the checkpoint holds them, and what was done to its linears."""
         prefix = f"{self.model.block_name(self.index)}."
@@ -173,8 +173,8 @@ class BlockWork:
         names = [n.removeprefix(prefix) for n in self.chosen.quantize if n.startswith(prefix)]
         spec, dtype = self.chosen.spec, self.dtype
         with self.model.block(self.index) as block:
-            if traffic is not None:
-                traffic.advance(FULL, block, self.index)
+            if streams is not None:
+                streams.advance(FULL, block, self.index)
             original = {name: weight_of(block, name).clone() for name in names}
             divided: dict[str, Tensor] = {}
             strengths: dict[str, float] = {}
@@ -186,7 +186,7 @@ class BlockWork:
                 if name not in [f"{n}.weight" for n in names]:
                     tensors[prefix + name] = _cast(parameter, dtype)
                     parameter.copy_(tensors[prefix + name])  # what comes next is made for this
-            rounded = self._round(block, names, local, divided, traffic)
+            rounded = self._round(block, names, local, divided, streams)
             reports = []
             for name, weight in rounded.items():
                 tensors |= checkpoint.pack(prefix + name, weight)
@@ -202,10 +202,10 @@ class BlockWork:
                         dtype,
                     )
                 )
-            if traffic is not None:
+            if streams is not None:
                 served = {n: ScaleLinear(q, _bias_of(block, n)) for n, q in rounded.items()}
                 with swapped(block, served):
-                    traffic.advance(QUANTIZED, block, self.index)
+                    streams.advance(QUANTIZED, block, self.index)
         return tensors, reports
 
     def _round(
@@ -214,7 +214,7 @@ class BlockWork:
         names: list[str],
         statistics: Mapping[str, Tensor],
         divided: Mapping[str, Tensor],
-        traffic: Traffic | None,
+        streams: CalibrationStreams | None,
     ) -> dict[str, QTensor]:
         """The integers of every linear in `names`."""
         spec, dtype = self.chosen.spec, self.dtype
@@ -223,13 +223,13 @@ class BlockWork:
             for n in names:
                 rows = statistics[f"{n}.rows"]
                 clips[n] = clip_of(weight_of(block, n), rows, divided.get(n), spec, dtype)
-        if traffic is None:
+        if streams is None:
             return {n: rtn(weight_of(block, n), spec, dtype, clips[n]) for n in names}
 
         factors: dict[int, Factor] = {}
         rounded: dict[str, QTensor] = {}
         linears: dict[str, RoundingLinear] = {}
-        for name, hessian in traffic.hessians(block, self.index, names).items():
+        for name, hessian in streams.hessians(block, self.index, names).items():
             if id(hessian) not in factors:  # linears that read the same inputs share it
                 factors[id(hessian)] = self._factor(name, hessian)
             found, weight = factors[id(hessian)], weight_of(block, name)
@@ -237,7 +237,7 @@ class BlockWork:
             if self.options.rounding == "learned":
                 scales, bias = rounded[name].scales, _bias_of(block, name)
                 linears[name] = RoundingLinear(before, bias, spec, dtype, scales)
-        return self._learned(block, linears, traffic, rounded) if linears else rounded
+        return self._learned(block, linears, streams, rounded) if linears else rounded
 
     def _factor(self, name: str, hessian: Tensor) -> Factor:
         try:
@@ -254,12 +254,12 @@ class BlockWork:
         self,
         block: nn.Module,
         linears: Mapping[str, RoundingLinear],
-        traffic: Traffic,
+        streams: CalibrationStreams,
         rounded: dict[str, QTensor],
     ) -> dict[str, QTensor]:
         """`rounded` learned on, where the block's error on the same windows becomes smaller."""
-        batches = traffic.batches(self.index, seed=self.seed + self.index)
-        same = traffic.first(self.index)
+        batches = streams.batches(self.index, seed=self.seed + self.index)
+        same = streams.first(self.index)
         with swapped(block, linears):
             before = float(relative_error(block(same.inputs, **same.call), same))
             learn(block, linears, batches, steps=self.options.steps, rate=self.options.rate)

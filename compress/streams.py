@@ -1,5 +1,5 @@
-"""Calibration windows on their way through the blocks, twice: as the original sees them, and as
-they come out of the blocks quantized so far.
+"""Hidden states of the calibration windows on their way through the blocks, twice: as the original
+gives them, and as the blocks quantized so far do.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from compress.model import BlockModel
 FULL, QUANTIZED = "full", "quantized"
 
 
-class Traffic:
+class CalibrationStreams:
     """Streams of the windows in `file` (ids and mask [n, T]) through `model`, kept in `work`.
 
     batch: windows that go through a block together. For every block: `advance(FULL)` while it is
