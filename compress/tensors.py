@@ -110,10 +110,10 @@ def write_stream(
     sizes: dtype and shape of each tensor by name. parts: their values in the same order, whole or
     in pieces along the first dimension. Raises OSError, with the file's name, on a full disk.
     """
+    names = {dtype: stored for stored, dtype in DTYPES.items()}
     entries, end = {}, 0
     for name, (dtype, shape) in sizes.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        names = {torch_dtype: stored for stored, torch_dtype in DTYPES.items()}
         entries[name] = {
             "dtype": names[dtype],
             "shape": list(shape),

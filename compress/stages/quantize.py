@@ -24,8 +24,8 @@ from compress.qtensor import QTensor, QuantSpec
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS, load_block_statistics
-from compress.structure import feeds, head_names, knows
 from compress.streams import FULL, QUANTIZED, CalibrationStreams, swapped
+from compress.structure import feeds, head_names, knows
 from compress.trainable import ScaleLinear
 
 ROUNDINGS = ("nearest", "gptq", "learned")
@@ -181,9 +181,9 @@ class BlockWork:
             if self.options.smooth:
                 found = feeds(self.model.config, block)
                 divided, strengths = smooth_block(block, found, local, set(names), spec, dtype)
-            tensors = {}
+            tensors, weights = {}, {f"{name}.weight" for name in names}
             for name, parameter in block.named_parameters():
-                if name not in [f"{n}.weight" for n in names]:
+                if name not in weights:
                     tensors[prefix + name] = _cast(parameter, dtype)
                     parameter.copy_(tensors[prefix + name])  # what comes next is made for this
             rounded = self._round(block, names, local, divided, streams)
