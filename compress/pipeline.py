@@ -160,7 +160,8 @@ def _refuse_stale(steps: list[Step], only: str) -> None:
         changed = differences(*({**key, "inputs": {}} for key in (manifest["key"], step.key)))
         old, new = manifest["key"]["inputs"], step.key["inputs"]
         made_from = [kind for kind in new if old.get(kind) != new[kind]]
-        why = "; ".join(changed) or f"its {' and '.join(made_from)} was made again since"
+        replaced = f"the {' and '.join(made_from)} that it was made from was made again"
+        why = "; ".join(changed) or replaced
         raise UserError(
             f"{step.artifact.folder}: stale, and only={only} reads it: {why}. "
             f"Run {step.name} again with only={step.name}, or all that is stale without only="
