@@ -1,6 +1,6 @@
 """What is done to one decoder block beside rounding: smooth, clip, and measure on real inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,23 +30,24 @@ def smooth_block(
     block: nn.Module,
     feeds: Sequence[Feed],
     statistics: dict[str, Tensor],
-    quantized: set[str],
-    spec: QuantSpec,
+    specs: Mapping[str, QuantSpec],
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Move scales between the block's weights, in place, wherever it lessens the output error.
 
     statistics: `<name>.rows` [R, K], `<name>.relative` and `<name>.mean_abs` [K] by the linear's
-    name in the block. Returns, by the same names, the scales [K] by which inputs are now divided,
-    and their strengths.
+    name in the block. specs: how each linear that is quantized will be; linears that one feed
+    reaches are smoothed for the one of fewest bits. Returns, by the same names, the scales [K] by
+    which inputs are now divided, and their strengths.
     """
     divided: dict[str, Tensor] = {}
     strengths: dict[str, float] = {}
-    size = "mean_abs" if spec.activation_bits is None else "relative"
     for feed in feeds:
-        targets = [name for name in feed.targets if name in quantized]
+        targets = [name for name in feed.targets if name in specs]
         if not targets:
             continue
+        spec = min((specs[name] for name in targets), key=lambda spec: spec.bits)
+        size = "mean_abs" if spec.activation_bits is None else "relative"
         weights = [weight_of(block, name) for name in targets]
         scales, strength = search_strength(
             even_rows(statistics[f"{targets[0]}.rows"], weights),

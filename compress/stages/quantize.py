@@ -106,6 +106,7 @@ class Quantize:
         chosen = engines.preflight(
             shapes, self.spec, run.config.engine, self.keep, head_names(model.skeleton)
         )
+        specs = dict.fromkeys(chosen.quantize, chosen.spec)
         notes = list(chosen.notes)
         dtype = storage_dtype(model.config, options.dtype)
         if self.smooth and not knows(model.config):
@@ -122,7 +123,7 @@ class Quantize:
             first = min(first, streams.done)
         blocks = range(first, len(model))
         for index in progress(blocks, "quantize", "block", total=len(model), done=first):
-            work = BlockWork(self, model, index, chosen, dtype, run.config.seed)
+            work = BlockWork(self, model, index, specs, dtype, run.config.seed)
             tensors, layers = work.run(load_block_statistics(statistics, index), streams)
             _save_block(run.work, index, tensors, layers)
             if streams is not None:
@@ -132,7 +133,6 @@ class Quantize:
         config = describe(dense)
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
-        specs = dict.fromkeys(chosen.quantize, chosen.spec)
         config["quantization_config"] = checkpoint.quantization_config(specs, chosen.ignore)
         outside = ({n: _cast(t, dtype)} for n, t in model.outside_tensors())
         inside = (load_file(_block_file(run.work, index)) for index in range(len(model)))
@@ -155,12 +155,15 @@ class Quantize:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """One block of the model on its way to integers."""
+    """One block of the model on its way to integers.
+
+    specs: how each linear of the model that is quantized is, by its full name.
+    """
 
     options: Quantize
     model: BlockModel
     index: int
-    chosen: engines.Preflight
+    specs: Mapping[str, QuantSpec]
     dtype: torch.dtype
     seed: int
 
@@ -170,23 +173,23 @@ class BlockWork:
         """The block's tensors as the checkpoint holds them, and what was done to its linears."""
         prefix = f"{self.model.block_name(self.index)}."
         local = {n.removeprefix(prefix): t.to(self.model.device) for n, t in statistics.items()}
-        names = [n.removeprefix(prefix) for n in self.chosen.quantize if n.startswith(prefix)]
-        spec, dtype = self.chosen.spec, self.dtype
+        specs = {n.removeprefix(prefix): s for n, s in self.specs.items() if n.startswith(prefix)}
+        dtype = self.dtype
         with self.model.block(self.index) as block:
             if streams is not None:
                 streams.advance(FULL, block, self.index)
-            original = {name: weight_of(block, name).clone() for name in names}
+            original = {name: weight_of(block, name).clone() for name in specs}
             divided: dict[str, Tensor] = {}
             strengths: dict[str, float] = {}
             if self.options.smooth:
                 found = feeds(self.model.config, block)
-                divided, strengths = smooth_block(block, found, local, set(names), spec, dtype)
-            tensors, weights = {}, {f"{name}.weight" for name in names}
+                divided, strengths = smooth_block(block, found, local, specs, dtype)
+            tensors, weights = {}, {f"{name}.weight" for name in specs}
             for name, parameter in block.named_parameters():
                 if name not in weights:
                     tensors[prefix + name] = _cast(parameter, dtype)
                     parameter.copy_(tensors[prefix + name])  # what comes next is made for this
-            rounded = self._round(block, names, local, divided, streams)
+            rounded = self._round(block, specs, local, divided, streams)
             reports = []
             for name, weight in rounded.items():
                 tensors |= checkpoint.pack(prefix + name, weight)
@@ -211,28 +214,28 @@ class BlockWork:
     def _round(
         self,
         block: nn.Module,
-        names: list[str],
+        specs: Mapping[str, QuantSpec],
         statistics: Mapping[str, Tensor],
         divided: Mapping[str, Tensor],
         streams: CalibrationStreams | None,
     ) -> dict[str, QTensor]:
-        """The integers of every linear in `names`."""
-        spec, dtype = self.chosen.spec, self.dtype
-        clips: dict[str, Tensor | float] = dict.fromkeys(names, 1.0)
+        """The integers of every linear in `specs`, by its name in the block."""
+        dtype = self.dtype
+        clips: dict[str, Tensor | float] = dict.fromkeys(specs, 1.0)
         if self.options.clip:
-            for n in names:
+            for n, spec in specs.items():
                 rows = statistics[f"{n}.rows"]
                 clips[n] = clip_of(weight_of(block, n), rows, divided.get(n), spec, dtype)
         if streams is None:
-            return {n: rtn(weight_of(block, n), spec, dtype, clips[n]) for n in names}
+            return {n: rtn(weight_of(block, n), s, dtype, clips[n]) for n, s in specs.items()}
 
         factors: dict[int, Factor] = {}
         rounded: dict[str, QTensor] = {}
         linears: dict[str, RoundingLinear] = {}
-        for name, hessian in streams.hessians(block, self.index, names).items():
+        for name, hessian in streams.hessians(block, self.index, list(specs)).items():
             if id(hessian) not in factors:  # linears that read the same inputs share it
                 factors[id(hessian)] = self._factor(name, hessian)
-            found, weight = factors[id(hessian)], weight_of(block, name)
+            found, weight, spec = factors[id(hessian)], weight_of(block, name), specs[name]
             rounded[name], before = gptq(weight, found, spec, dtype, clips[name])
             if self.options.rounding == "learned":
                 scales, bias = rounded[name].scales, _bias_of(block, name)
