@@ -14,6 +14,8 @@ from compress.algorithms.rtn import stored_scales
 from compress.qtensor import QTensor, QuantSpec
 
 BLOCK = 128
+TOGETHER = 1024
+"""Output channels, or rows of a Hessian, that are worked on at a time: 45 MB at K = 11008."""
 DAMPING = 0.01
 MOST_DAMPING = 10.0
 
@@ -35,24 +37,37 @@ def factor(hessian: Tensor) -> Factor:
 
     A channel that was never active counts as any other. The damping grows tenfold until the
     factorization succeeds. Raises ValueError where it does not at MOST_DAMPING.
+
+    `hessian` is used up: two matrices of its size are in memory, itself and the factor. At
+    K = 11008 each takes 485 MB.
     """
     hessian = hessian.float()
     diagonal = hessian.diagonal()
     order = torch.argsort(diagonal, descending=True, stable=True)
-    sorted_hessian = hessian[order][:, order]
     mean = float(diagonal.mean().clamp_min(1e-12))
+    diagonal = diagonal[order]
+    _reorder(hessian, order)
+    upper = torch.empty_like(hessian).mT  # by columns, so that LAPACK works in place
+    failed = torch.empty((), dtype=torch.int32, device=hessian.device)
     damping = DAMPING
     while damping <= MOST_DAMPING:
-        damped = sorted_hessian.clone()
-        damped.diagonal().add_(damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        hessian.diagonal().copy_(diagonal + damping * mean)
+        torch.linalg.cholesky_ex(hessian, out=(upper, failed))
         if not failed:
-            inverse = torch.cholesky_inverse(lower)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not failed and bool(torch.isfinite(upper).all()):
+            torch.cholesky_inverse(upper, out=upper)
+            torch.linalg.cholesky_ex(upper, upper=True, out=(upper, failed))
+            if not failed and bool(torch.isfinite(torch.stack(upper.mT.aminmax())).all()):
                 return Factor(upper, order, damping)
         damping *= 10
     raise ValueError(f"Hessian not positive definite with damping {MOST_DAMPING}")
+
+
+def _reorder(matrix: Tensor, order: Tensor) -> None:
+    """Put the rows and columns of `matrix` [K, K] in `order`, in place."""
+    for rows in matrix.split(TOGETHER):
+        rows.copy_(rows[:, order])
+    for columns in matrix.split(TOGETHER, dim=1):
+        columns.copy_(columns[order])
 
 
 def gptq(
@@ -68,23 +83,34 @@ def gptq(
     error is that of the stored scale. Returns, beside the rounded weight, what each weight had
     become when its turn came, [N, K]: the rounded weight is that, rounded to nearest.
     """
-    n, k = weight.shape
     scales = stored_scales(weight, spec, dtype, clip)
-    each = scales.float().repeat_interleave(k // scales.shape[1], dim=1)[:, found.order]
-    rest = weight.float()[:, found.order].clone()
-    before, ints = torch.empty_like(rest), torch.empty_like(rest)
+    ints = torch.empty_like(weight, dtype=torch.int8)
+    before = torch.empty_like(weight, dtype=torch.float32)
+    for first in range(0, len(weight), TOGETHER):
+        rows = slice(first, first + TOGETHER)
+        ints[rows], before[rows] = _by_columns(weight[rows], scales[rows], found, spec)
+    return QTensor(ints, scales, spec), before
+
+
+def _by_columns(
+    weight: Tensor, scales: Tensor, found: Factor, spec: QuantSpec
+) -> tuple[Tensor, Tensor]:
+    """Integers and what they were rounded from, [n, K] each, of some output channels."""
+    n, k = weight.shape
+    # Transposed, so that a column of the weight is a run of memory: 3 times as fast.
+    rest = weight.float().T[found.order]
+    each, group = scales.float().T.contiguous(), found.order // (k // scales.shape[1])
+    ints = torch.empty(k, n, dtype=torch.int8, device=weight.device)
     for first in range(0, k, BLOCK):
         last = min(first + BLOCK, k)
-        upper = found.upper[first:last, first:last]
-        errors = torch.empty(n, last - first, device=weight.device)
-        for column in range(last - first):
-            value, scale = rest[:, first + column].clone(), each[:, first + column]
-            before[:, first + column] = value
+        upper, block = found.upper[first:last, first:last], rest[first:last]
+        errors = torch.empty_like(block)
+        for column, value in enumerate(block):
+            scale = each[group[first + column]]
             rounded = torch.round(value / scale).clamp_(spec.qmin, spec.qmax)
-            ints[:, first + column] = rounded
-            error = (value - rounded * scale) / upper[column, column]
-            rest[:, first + column : last] -= error.unsqueeze(1) * upper[column, column:]
-            errors[:, column] = error
-        rest[:, last:] -= errors @ found.upper[first:last, last:]
+            ints[first + column] = rounded
+            errors[column] = (value - rounded * scale) / upper[column, column]
+            block[column + 1 :] -= upper[column, column + 1 :].unsqueeze(1) * errors[column]
+        rest[last:] -= found.upper[first:last, last:].T @ errors
     back = torch.argsort(found.order)
-    return QTensor(ints[:, back].to(torch.int8), scales, spec), before[:, back]
+    return ints[back].T, rest[back].T

@@ -7,6 +7,8 @@ from compress.qtensor import QTensor, QuantSpec, quantize
 
 CLIPS = tuple(1.0 - 0.05 * step for step in range(11))  # 1.00, 0.95, ... 0.50
 SMALLEST_SCALE = 1e-8
+WEIGHTS = 1 << 21
+"""Weights whose clips are searched at a time: 8 MB in float32, of which a few copies are held."""
 
 
 def scales_for(weight: Tensor, spec: QuantSpec, clip: Tensor | float = 1.0) -> Tensor:
@@ -40,14 +42,20 @@ def search_clip(weight: Tensor, inputs: Tensor, spec: QuantSpec, dtype: torch.dt
     of AWQ's clip search (Lin et al. 2023, arXiv:2306.00978), over CLIPS. Cutting the few largest
     weights of a group buys finer steps for all the others.
     """
-    n, k = weight.shape
-    groups = spec.groups(k)
+    groups = spec.groups(weight.shape[1])
     rows = inputs.float().reshape(len(inputs), groups, -1)
-    best = torch.ones(n, groups, device=weight.device)
-    least = torch.full((n, groups), torch.inf, device=weight.device)
+    parts = weight.split(max(1, WEIGHTS // weight.shape[1]))
+    return torch.cat([_search(part.float(), rows, spec, dtype) for part in parts])
+
+
+def _search(weight: Tensor, rows: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """The best clips [n, G] of some output channels [n, K] on inputs [R, G, g]."""
+    groups = rows.shape[1]
+    best = torch.ones(len(weight), groups, device=weight.device)
+    least = torch.full_like(best, torch.inf)
     for clip in CLIPS:
-        error = weight.float() - rtn(weight, spec, dtype, clip).dequantize()
-        loss = _group_errors(error.reshape(n, groups, -1), rows)
+        error = weight - rtn(weight, spec, dtype, clip).dequantize()
+        loss = _group_errors(error.unflatten(1, (groups, -1)), rows)
         better = loss < least
         best[better], least[better] = clip, loss[better]
     return best

@@ -5,8 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compress.algorithms import gptq as gptq_module
 from compress.algorithms.gptq import DAMPING, factor, gptq
 from compress.algorithms.rtn import rtn
+from compress.machine import CLEAR_REFS, PeakMemory, high_water
 from compress.qtensor import QuantSpec, quantize
 
 W8, W4, W4G32 = QuantSpec(8), QuantSpec(4), QuantSpec(4, 32)
@@ -51,7 +53,7 @@ def test_a_column_at_a_time_as_in_the_paper() -> None:
     """Without blocks: each column's error goes to the columns that come, by the inverse."""
     weight, inputs = weights(8, 140), correlated(500, 140)
     hessian = inputs.T @ inputs
-    found = factor(hessian)
+    found = factor(hessian.clone())
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     damped = hessian[order][:, order].double()
     damped.diagonal().add_(DAMPING * hessian.diagonal().mean())
@@ -65,6 +67,33 @@ def test_a_column_at_a_time_as_in_the_paper() -> None:
     expected = ints[:, torch.argsort(order)]
     same = gptq(weight, found, W4, torch.float32)[0].ints.float() == expected
     assert same.float().mean() > 0.99  # float32 sends a value near a half the other way
+
+
+@pytest.mark.parametrize("together", [1, 7, 16])
+def test_a_few_output_channels_at_a_time_give_the_same(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, inputs = weights(33, 160), correlated(500, 160)
+    hessian = inputs.T @ inputs
+    whole = factor(hessian.clone())
+    at_once = gptq(weight, whole, W4G32, torch.bfloat16)
+    monkeypatch.setattr(gptq_module, "TOGETHER", together)
+    found = factor(hessian)
+    assert torch.equal(found.upper, whole.upper)
+    by_few = gptq(weight, found, W4G32, torch.bfloat16)
+    assert torch.equal(by_few[0].ints, at_once[0].ints)
+    assert torch.allclose(by_few[1], at_once[1], atol=1e-5)
+
+
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="only Linux resets the peak of memory")
+def test_the_factor_takes_one_matrix_beside_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gptq_module, "TOGETHER", 64)
+    hessian = torch.eye(2048) + 0.1
+    factor(torch.eye(512))  # what the libraries take once
+    with PeakMemory() as memory:
+        before = high_water()
+        factor(hessian)
+    assert memory.peak - before < 1.6 * hessian.nbytes
 
 
 @given(k=st.sampled_from([8, 33, 130]), rank=st.integers(1, 8), seed=st.integers(0, 99))
