@@ -79,9 +79,12 @@ class CalibrationStreams:
             numbers, waiting = waiting[:size], waiting[size:]
             yield self.batch_of(numbers, index)
 
-    def hessians(self, block: nn.Module, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+    def hessians(
+        self, block: nn.Module, index: int, names: Iterable[str]
+    ) -> Iterator[tuple[list[str], Tensor]]:
         """X^T X [K, K], a token's mean, of what the linears `names` of the block get from the
-        quantized ones before it. Linears that read the same tensor share one.
+        quantized ones before it, with the names of all that read the same tensor. What is given
+        is held here no longer.
         """
         sums: dict[str, Tensor] = {}
         owners: dict[str, str] = {}
@@ -115,9 +118,8 @@ class CalibrationStreams:
             for hook in hooks:
                 hook.remove()
         tokens = int(self.mask.sum())
-        for total in sums.values():
-            total.div_(tokens)
-        return {name: sums[owner] for name, owner in owners.items()}
+        for owner in list(sums):
+            yield [n for n in owners if owners[n] == owner], sums.pop(owner).div_(tokens)
 
     def _call(self, rows: slice | list[int], index: int) -> Mapping[str, object]:
         device = self.model.device
