@@ -78,15 +78,23 @@ class Data:
 
 @dataclass(frozen=True)
 class Windows:
-    """Token windows: `ids` and `mask` [n, T] int64 (mask 0 where padded), and what they cost.
+    """Token windows: `ids` and `mask` [n, T] int64 (mask 0 where padded, on the right).
 
-    template_tokens counts the tokens that the chat template added; description names the source.
+    template_tokens: those that the chat template added. description: words for the source.
+    available: windows that the documents would give. short: documents of less than a window:
+    conversations, which are padded; texts, by their characters, which are joined with others.
+    cut: conversations of more than a window, whose rest is left out. dropped: documents with
+    nothing in them.
     """
 
     ids: Tensor
     mask: Tensor
     template_tokens: int
     description: str
+    available: int = 0
+    short: int = 0
+    cut: int = 0
+    dropped: int = 0
 
     @property
     def tokens(self) -> int:
@@ -289,7 +297,17 @@ def windows(
     chosen = _choose(available, count, seed, description)
     rows = [start + ids[i * body : (i + 1) * body].tolist() for i in chosen]
     tensor = torch.tensor(rows, dtype=torch.int64)
-    return Windows(tensor, torch.ones_like(tensor), 0, description)
+    sizes = [len(str(d)) for d in docs if str(d).strip()]
+    window = body * sum(sizes) / len(ids)  # characters
+    return Windows(
+        tensor,
+        torch.ones_like(tensor),
+        0,
+        description,
+        available=available,
+        short=sum(size < window for size in sizes),
+        dropped=len(docs) - len(sizes),
+    )
 
 
 def _token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> "array[int]":
@@ -328,10 +346,9 @@ def _chat_windows(
         )
     chosen = _choose(len(docs), count, seed, description)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    ids = torch.full((len(chosen), length), pad or 0, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    template_tokens = 0
-    for row, index in enumerate(chosen):
+    rows: list[list[int]] = []
+    template_tokens = cut = 0
+    for index in chosen:
         messages = docs[index]
         try:
             rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -341,9 +358,30 @@ def _chat_windows(
                 f"{error}"
             ) from error
         tokens = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        if not tokens:
+            continue
         spoken = tokenizer([m["content"] for m in messages], add_special_tokens=False)  # type: ignore[index]
-        template_tokens += max(0, len(tokens) - sum(map(len, spoken["input_ids"])))
-        tokens = tokens[:length]
+        added = max(0, len(tokens) - sum(map(len, spoken["input_ids"])))
+        rows.append(tokens[:length])
+        # Of a conversation that is cut the template is taken to lose as large a part as the rest.
+        template_tokens += round(added * len(rows[-1]) / len(tokens))
+        cut += len(tokens) > length
+    if not rows:
+        raise UserError(
+            f"{description}: no token in its conversations; wanted text to calibrate on"
+        )
+    ids = torch.full((len(rows), length), pad or 0, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(rows):
         ids[row, : len(tokens)] = torch.tensor(tokens)
         mask[row, : len(tokens)] = 1
-    return Windows(ids, mask, template_tokens, description)
+    return Windows(
+        ids,
+        mask,
+        template_tokens,
+        description,
+        available=len(docs),
+        short=sum(len(tokens) < length for tokens in rows),
+        cut=cut,
+        dropped=len(chosen) - len(rows),
+    )

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+import torch
 
 from compress.errors import UserError
 from compress.qtensor import QuantSpec
@@ -40,6 +39,9 @@ KERNELS: Mapping[tuple[str, str], Sequence[Shape]] = {
     ("sglang", "W4A16"): ((64, 128), (128, 64)),
 }
 
+# What the kernels of an engine take as activations; the others take any.
+DTYPES = {"sglang": (torch.bfloat16, torch.float16)}
+
 
 @dataclass(frozen=True)
 class Preflight:
@@ -64,22 +66,28 @@ def preflight(
     engine: str,
     keep: Iterable[str] = (),
     heads: Sequence[str] = ("lm_head",),
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    guarded: Mapping[str, str] | None = None,
 ) -> Preflight:
     """Choose the linears that `engine` can serve quantized by `spec`; `any` is every engine.
 
     linears: (out_features, in_features) by full name, of those inside the decoder blocks; nothing
     else is a candidate. keep: linears left in 16 bit, by full name, shell wildcard, or `re:`
     pattern (matched from the start, as in compressed-tensors). heads: names of the output layer, in
-    the model and in its files, as `structure.head_names` gives them.
+    the model and in its files, as `structure.head_names` gives them. dtype: of what stays in 16
+    bit, and of activations. guarded: more linears left in 16 bit, by full name, with the reason.
 
-    Raises UserError for an unknown engine or scheme, a pattern that matches nothing, a group size
-    that cannot be, and where nothing is left to quantize.
+    Raises UserError for an unknown engine or scheme, a dtype that the engine has no kernels for,
+    a pattern that matches nothing, a group size that cannot be, and where nothing is left to
+    quantize.
     """
     _check_spec(spec, engine)
+    _check_dtype(dtype, engine)
     if not linears:
         raise UserError("no nn.Linear inside the decoder blocks; wanted a Llama-like model")
 
-    kept: dict[str, str] = {}
+    kept = dict(guarded or {})
 
     def keep_all(names: Iterable[str], reason: str) -> None:
         for name in names:
@@ -91,7 +99,7 @@ def preflight(
         keep_all(_called(linears, VALUE), "engines fuse v with q and k; engine=native quantizes it")
     keep_all(matching([*linears, *heads], keep), "asked for by keep")
     if engine != "native":
-        keep_all(_partners(linears, kept), "engines fuse gate and up, and keep names the other")
+        keep_all(_partners(linears, kept), "engines fuse gate and up, and the other is kept")
     for name in linears:
         refusal = None if name in kept else _refusal(name, linears, spec, engine)
         if refusal is not None:
@@ -117,6 +125,10 @@ def preflight(
         notes.append(repaired)
     if spec.scheme.startswith("W8A16") and engine in ("any", "vllm"):
         notes.append("W8A16 in vLLM runs on CUDA only; its CPU build has no kernel for it")
+    if dtype == torch.float32 and engine == "vllm":
+        notes.append("float32 in vLLM runs on CPU only; its CUDA kernels take bfloat16 or float16")
+    if dtype == torch.float16 and engine == "native":
+        notes.append("float16 runs as bfloat16 on CPU, where its products are many times slower")
     why = {name: kept[name] for name in ignore} | dict.fromkeys(heads, "output layer")
     return Preflight(quantize, [*ignore, *heads], spec, notes, why)
 
@@ -154,39 +166,6 @@ def saved_bytes(shape: Shape, spec: QuantSpec) -> int:
     return 2 * n * k - stored - 2 * n * spec.groups(k)
 
 
-def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Raise UserError for what is not a dense, unquantized causal language model."""
-    kind = config.model_type
-    architectures = list(config.architectures or [])
-    shown = architectures[0] if architectures else kind
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{shown} is an encoder-decoder; wanted a decoder-only language model")
-    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in (
-        getattr(config, "auto_map", None) or {}
-    )
-    head = ("CausalLM", "LMHeadModel")
-    if not causal or not all(name.endswith(head) for name in architectures):
-        raise UserError(
-            f"{shown} is not a causal language model; wanted one whose architecture ends in "
-            "ForCausalLM, such as LlamaForCausalLM"
-        )
-    experts = _experts(config)
-    if experts > 1:
-        raise UserError(
-            f"{shown} is a mixture of {experts} experts: not supported yet; wanted a dense model"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{shown} is already quantized; wanted the original model in 16 or 32 bit")
-
-
-def _experts(config: PretrainedConfig) -> int:
-    """Experts of a layer, as any of transformers' mixtures names them; 0 where there are none."""
-    text = config.get_text_config()
-    sections = (text, getattr(text, "ffn_config", None))  # the latter in DBRX
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return max(getattr(section, name, None) or 0 for section in sections for name in names)
-
-
 def _check_spec(spec: QuantSpec, engine: str) -> None:
     if engine not in ENGINES:
         raise UserError(f"engine is {engine!r}; wanted one of {_words(ENGINES)}")
@@ -198,6 +177,16 @@ def _check_spec(spec: QuantSpec, engine: str) -> None:
         raise UserError(
             f"group size is {spec.group_size} for W8A8; wanted null: INT8 products are scaled once"
         )
+
+
+def _check_dtype(dtype: torch.dtype, engine: str) -> None:
+    for server in ENGINES[1:] if engine == "any" else (engine,):
+        if dtype not in DTYPES.get(server, (dtype,)):
+            raise UserError(
+                f"model.dtype is {str(dtype).removeprefix('torch.')}, and {server}'s kernels take "
+                "bfloat16 or float16; wanted model.dtype=bfloat16, or engine=vllm, transformers or "
+                "native"
+            )
 
 
 def _called(linears: Iterable[str], last: Sequence[str]) -> list[str]:

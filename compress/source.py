@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
-from compress import engines
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.stage import Run
+from compress.support import refuse_unsupported
 from compress.tensors import TensorFiles
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -142,7 +142,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         and "AutoModelForCausalLM" in _auto_map(folder)
     ):
         raise UserError(needs_code)
-    engines.refuse_unsupported(config)
+    refuse_unsupported(config)
     if getattr(config.get_text_config(), "max_position_embeddings", None) is None:
         raise UserError(
             f"{file}: {config.model_type} has no max_position_embeddings; wanted a model with "

@@ -1,31 +1,41 @@
 """calibrate: what each linear sees, and what the original says of the held-out text.
 
 One pass of the original over the calibration windows, block by block; the held-out windows go
-through with them, so that the original is read from disk once.
+through with them, so that the original is read from disk once. What would make the statistics
+worthless, or the checkpoint unservable, ends the run here, as early as it can be seen.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from compress import data, heldout
-from compress.errors import ConfigError, UserError
+from compress import data, guards, heldout, hygiene
+from compress.collector import Collector, load_block_statistics, picked_rows
+from compress.errors import ConfigError
 from compress.hidden import HiddenStates
 from compress.log import logger, progress
-from compress.model import BlockModel
+from compress.model import BlockModel, storage_dtype
+from compress.preflight import preflight
 from compress.stage import Run
 
-OUTLIER = 6.0  # times the root mean square of the layer's input
-FEW_TOKENS = 1024
-TINY = 1e-12
 WINDOWS = "windows.safetensors"
 """Token ids and mask [n, T] of the calibration windows, for stages that read them again."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Windows on their way through the blocks; pick: see `Collector`."""
+
+    name: str
+    windows: data.Windows
+    pick: Tensor
 
 
 @dataclass(kw_only=True)
@@ -33,17 +43,19 @@ class Calibrate:
     """Statistics of every linear's input, per channel, over the data of `data`.
 
     rows: inputs of each linear kept as they are, for searches that need real ones.
+    least_tokens: tokens, without padding, that have to reach every linear.
     heldout_windows, heldout_length: held-out text on which every later stage is measured.
     batch: windows that go through a block together.
     """
 
     name: ClassVar[str] = "calibrate"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = "statistics"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "device")
 
     rows: int = 256
+    least_tokens: int = 128
     heldout_windows: int = 8
     heldout_length: int = 256
     batch: int = 4
@@ -53,6 +65,7 @@ class Calibrate:
             f"calibrate.{name} is {value}; wanted at least {least}"
             for name, value, least in (
                 ("rows", self.rows, 16),
+                ("least_tokens", self.least_tokens, 1),
                 ("heldout_windows", self.heldout_windows, 1),
                 ("heldout_length", self.heldout_length, 16),
                 ("batch", self.batch, 1),
@@ -70,42 +83,54 @@ class Calibrate:
             device=config.device,
             trust_remote_code=config.model.trust_remote_code,
         )
+        if "quantize" in config.stages:
+            preflight(model.config, config)  # refuses what would be refused after all this work
+        dtype = storage_dtype(model.config, config.model.dtype)
+        if dtype == torch.float16:
+            guards.refuse_large_weights(model.tensors)
         windows, held = self._windows(run, model)
+        hygiene.refuse_few("data", windows.tokens, self.least_tokens)
+        divergence = hygiene.divergence(windows, held, model.config.get_text_config().vocab_size)
+        notes = hygiene.text_notes(windows, held, divergence)
+        for note in notes:
+            logger.info(f"  {note}")
         save_file({"ids": windows.ids, "mask": windows.mask}, out / WINDOWS)
-        notes = _hygiene(windows)
-        pick = _picked_rows(windows.mask, self.rows)
-        states = HiddenStates(run.work)
-        for name, texts in (("calibration", windows), ("heldout", held)):
-            if name not in states:
-                states.create(name, _embed(model, texts, self.batch))
 
+        streams = (
+            Stream("calibration", windows, picked_rows(windows.mask, self.rows)),
+            Stream("heldout", held, picked_rows(held.mask, 1)),
+        )
+        states = HiddenStates(run.work)
+        for stream in streams:
+            if stream.name not in states:
+                states.create(stream.name, _embed(model, stream.windows, self.batch))
         start = states.done("heldout")
         blocks = range(start, len(model))
         for index in progress(blocks, "calibrate", "block", total=len(model), done=start):
-            with model.block(index) as block:
-                collector = Collector(model.block_linears(index), pick)
-                with collector:
-                    self._advance(model, block, index, states, "calibration", windows, collector)
-                self._advance(model, block, index, states, "heldout", held, None)
-            save_file(collector.tensors(), out / f"block_{index:03d}.safetensors")
+            statistics = self._measure(model, index, states, streams, dtype)
+            save_file(statistics, out / f"block_{index:03d}.safetensors")
             states.commit("calibration", "heldout")
 
         perplexity = _keep_heldout(model, states, held, out)
+        calibration_perplexity = _perplexity(model, states, windows, held.ids)
+        figures = _layer_figures(out, len(model))
+        later = hygiene.layer_notes(figures["layers"])
+        later += filter(None, [guards.remark(figures["largest_activation"], dtype)])
+        for note in later:
+            logger.info(f"  {note}")
         return {
-            "samples": len(windows.ids),
-            "length": windows.ids.shape[1],
-            "tokens": windows.tokens,
-            "padding_tokens": windows.ids.numel() - windows.tokens,
-            "template_tokens": windows.template_tokens,
+            **hygiene.counts(windows),
             "source": windows.description,
-            **_layer_figures(out, len(model)),
+            "ppl": calibration_perplexity,
+            **figures,
             "heldout": {
                 "windows": len(held.ids),
                 "tokens": held.tokens,
                 "description": held.description,
                 "ppl": perplexity,
+                "divergence": divergence,
             },
-            "notes": notes,
+            "notes": notes + later,
         }
 
     def _windows(self, run: Run, model: BlockModel) -> tuple[data.Windows, data.Windows]:
@@ -136,153 +161,62 @@ class Calibrate:
         )
         return windows, held_windows
 
+    def _measure(
+        self,
+        model: BlockModel,
+        index: int,
+        states: HiddenStates,
+        streams: tuple[Stream, Stream],
+        dtype: torch.dtype,
+    ) -> dict[str, Tensor]:
+        """Send both streams through block `index`: what `Collector.tensors` gives for the first,
+        and, over both, `input_absmax` [] of each linear, `output_absmax` [N] of each and [] of the
+        block.
+        """
+        name = model.block_name(index)
+        found, largest = [], torch.zeros(())
+        with model.block(index) as block:
+            for stream in streams:
+                collector = Collector(model.block_linears(index), stream.pick)
+                with collector:
+                    given = self._advance(model, block, index, states, stream, collector)
+                largest = torch.maximum(largest, given)
+                found.append(collector.tensors())
+            statistics, other = found
+            for linear in model.block_linears(index):
+                hygiene.refuse_few(linear, int(statistics[f"{linear}.tokens"]), self.least_tokens)
+                key, of_inputs = f"{linear}.output_absmax", f"{linear}.absmax"
+                statistics[key] = torch.maximum(statistics[key], other[key])
+                both = torch.maximum(statistics[of_inputs], other[of_inputs])
+                statistics[f"{linear}.input_absmax"] = both.max()
+            statistics[f"{name}.output_absmax"] = largest
+            if dtype == torch.float16:
+                local = {key.removeprefix(f"{name}."): t for key, t in statistics.items()}
+                guards.refuse_overflow(model.config, name, block, local)
+        return statistics
+
     def _advance(
         self,
         model: BlockModel,
         block: nn.Module,
         index: int,
         states: HiddenStates,
-        name: str,
-        windows: data.Windows,
-        collector: "Collector | None",
-    ) -> None:
-        """Send the stream `name` of `windows` through the block."""
-        for rows, hidden in states.batches(name, self.batch):
-            ids, mask = windows.ids[rows].to(model.device), windows.mask[rows].to(model.device)
+        stream: Stream,
+        collector: Collector,
+    ) -> Tensor:
+        """Send a stream through the block; the largest value [] that it gives for a real token."""
+        largest = torch.zeros(())
+        for rows, hidden in states.batches(stream.name, self.batch):
+            ids = stream.windows.ids[rows].to(model.device)
+            mask = stream.windows.mask[rows].to(model.device)
             calls = model.calls(ids, mask)
-            if collector is not None:
-                collector.start(rows.start, mask)
-            states.write(name, rows, block(hidden.to(model.device), **calls[index]))
-
-
-class Collector:
-    """Gathers what a block's linears see. Linears that read the same tensor share one entry."""
-
-    def __init__(self, linears: dict[str, nn.Linear], pick: Tensor) -> None:
-        self.linears = linears
-        self.pick = pick
-        self.owner: dict[str, str] = {}
-        self._sums: dict[str, dict[str, Tensor]] = {}
-        self._seen: dict[int, str] = {}
-
-    def __enter__(self) -> "Collector":
-        self._hooks = [
-            linear.register_forward_pre_hook(lambda _, args, name=name: self._see(name, args[0]))
-            for name, linear in self.linears.items()
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._seen = {}
-
-    def start(self, first: int, mask: Tensor) -> None:
-        """Announce a batch: the number of its first window, and its mask [B, T]."""
-        self._first, self._mask, self._seen = first, mask, {}
-        self._alive: list[Tensor] = []
-
-    def _see(self, name: str, inputs: Tensor) -> None:
-        owner = self._seen.setdefault(id(inputs), name)
-        self.owner[name] = owner
-        if owner != name:
-            return
-        self._alive.append(inputs)  # or its id could be another's before the batch ends
-        picked = self.pick[self._first : self._first + len(inputs)].to(inputs.device)
-        rows = inputs.gather(1, picked.unsqueeze(-1).expand(-1, -1, inputs.shape[-1]))
-        x = inputs[self._mask.bool()].float()
-        size = x.abs()
-        relative = x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(TINY)
-        outliers = (size > OUTLIER * x.square().mean().sqrt()).sum(0)
-        batch = {
-            "absmax": size.amax(0),
-            "sum_abs": size.sum(0, dtype=torch.float64),
-            "sum_squares": x.square().sum(0, dtype=torch.float64),
-            "sum_relative": relative.square().sum(0, dtype=torch.float64),
-            "outliers": outliers,
-            "tokens": torch.tensor(len(x)),
-            "rows": rows.flatten(0, 1),
-        }
-        sums = self._sums.get(name)
-        if sums is None:
-            self._sums[name] = batch
-            return
-        sums["absmax"] = torch.maximum(sums["absmax"], batch["absmax"])
-        for key in ("sum_abs", "sum_squares", "sum_relative", "outliers", "tokens"):
-            sums[key] = sums[key] + batch[key]
-        sums["rows"] = torch.cat([sums["rows"], batch["rows"]])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """`<linear>.<statistic>` for every linear: absmax, mean_abs, second_moment, relative and
-        outlier_share [K], tokens [], rows [R, K].
-
-        relative: root mean square after each token was divided by its own, which is how an input
-        quantized per token looks to the quantizer. Raises UserError where a linear saw nothing,
-        or something not finite.
-        """
-        found = {}
-        for name in self.linears:
-            sums = self._sums.get(self.owner.get(name, ""))
-            if sums is None:
-                raise UserError(f"{name}: no calibration token reached it; nothing can be measured")
-            if not torch.isfinite(sums["absmax"]).all():
-                raise UserError(f"{name}: its inputs overflow on the calibration data (NaN or Inf)")
-            tokens = sums["tokens"]
-            statistics = {
-                "absmax": sums["absmax"],
-                "mean_abs": (sums["sum_abs"] / tokens).float(),
-                "second_moment": (sums["sum_squares"] / tokens).float(),
-                "relative": (sums["sum_relative"] / tokens).sqrt().float(),
-                "outlier_share": (sums["outliers"] / tokens).float(),
-                "tokens": tokens,
-                "rows": sums["rows"],
-            }
-            for key, value in statistics.items():
-                found[f"{name}.{key}"] = value.cpu().contiguous().clone()
-        return found
-
-
-def load_block_statistics(folder: Path, index: int) -> dict[str, Tensor]:
-    """What `Collector.tensors` gave for block `index`."""
-    return load_file(folder / f"block_{index:03d}.safetensors")
-
-
-def _picked_rows(mask: Tensor, rows: int) -> Tensor:
-    """For each window the positions [n, r] of real tokens whose inputs are kept as they are.
-
-    The first is always one: models park attention there, with activations a thousand times those
-    of other tokens (Sun et al. 2024, arXiv:2402.17762), which no random pick would meet.
-    """
-    generator = torch.Generator().manual_seed(0)
-    each = max(2, -(-rows // len(mask)))
-    picked = []
-    for row in mask:
-        real = max(2, int(row.sum()))
-        others = torch.randint(1, real, (each - 1,), generator=generator)
-        picked.append(torch.cat([torch.zeros(1, dtype=torch.int64), others]))
-    return torch.stack(picked)
-
-
-def _hygiene(windows: data.Windows) -> list[str]:
-    """What in the data would bend the statistics, in words; each is logged too."""
-    notes = []
-    if windows.tokens < FEW_TOKENS:
-        notes.append(f"only {windows.tokens} calibration tokens; a few thousand are usual")
-    padding = windows.ids.numel() - windows.tokens
-    if padding:
-        share = padding / windows.ids.numel()
-        notes.append(f"{share:.0%} of the calibration windows is padding, which is not counted")
-    if windows.template_tokens:
-        share = windows.template_tokens / max(1, windows.tokens)
-        notes.append(f"{share:.0%} of the calibration tokens are of the chat template")
-    if windows.description == data.PYTHON_DOCS:
-        notes.append(
-            f"calibrated on {windows.tokens:,} tokens of CPython's documentation; give "
-            "data.path=FILE with text of the domain that the model will serve"
-        )
-    for note in notes:
-        logger.info(f"  {note}")
-    return notes
+            collector.start(rows.start, mask)
+            given = block(hidden.to(model.device), **calls[index])
+            real = given[mask.bool()]
+            hygiene.refuse_not_finite(model.block_name(index), real)
+            largest = torch.maximum(largest, real.abs().max().cpu())
+            states.write(stream.name, rows, given)
+        return largest
 
 
 def _embed(model: BlockModel, windows: data.Windows, batch: int) -> Iterator[Tensor]:
@@ -296,31 +230,59 @@ def _keep_heldout(model: BlockModel, states: HiddenStates, held: data.Windows, o
 
     def logprobs() -> Iterator[Tensor]:
         for rows, hidden in states.batches("heldout", 1):
-            row, real = held.ids[rows][0], int(held.mask[rows].sum())
             found = model.logits(hidden.to(model.device))[0].log_softmax(-1).cpu()
-            losses.append(nn.functional.nll_loss(found[: real - 1], row[1:real], reduction="none"))
+            losses.append(_losses(found, held.ids[rows][0], held.mask[rows]))
             yield found
 
     heldout.save(out, held.ids, held.mask, logprobs())
     return float(torch.cat(losses).mean().exp())
 
 
+def _perplexity(
+    model: BlockModel, states: HiddenStates, windows: data.Windows, like: Tensor
+) -> float:
+    """The original's perplexity on as much of the calibration windows as `like` [n, T] holds."""
+    losses = []
+    for rows, hidden in itertools.islice(states.batches("calibration", 1), len(like)):
+        part = hidden[:, : like.shape[1]].to(model.device)
+        found = model.logits(part)[0].log_softmax(-1).cpu()
+        losses.append(_losses(found, windows.ids[rows][0], windows.mask[rows]))
+    return float(torch.cat(losses).mean().exp())
+
+
+def _losses(logprobs: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """Nats of every real token of `ids` that `logprobs` [T, V] foretells, padded on the right."""
+    real = min(len(logprobs), int(mask.sum()))
+    return nn.functional.nll_loss(logprobs[: real - 1], ids[1:real], reduction="none")
+
+
 def _layer_figures(folder: Path, blocks: int) -> dict[str, Any]:
-    layers, least = [], None
+    layers: list[dict[str, Any]] = []
+    largest = 0.0
     for index in range(blocks):
         tensors = load_block_statistics(folder, index)
-        for key in tensors:
+        for key, value in tensors.items():
             name, _, statistic = key.rpartition(".")
+            if statistic == "output_absmax":
+                largest = max(largest, float(value.max()))
             if statistic != "absmax":
                 continue
-            tokens = int(tensors[f"{name}.tokens"])
-            least = tokens if least is None else min(least, tokens)
             layers.append(
                 {
                     "name": name,
-                    "absmax": float(tensors[key].max()),
+                    "tokens": int(tensors[f"{name}.tokens"]),
+                    "absmax": float(value.max()),
                     "mean_abs": float(tensors[f"{name}.mean_abs"].mean()),
                     "outlier_share": float(tensors[f"{name}.outlier_share"].mean()),
+                    "dead_channels": int((value == 0).sum()),
+                    "largest_input": float(tensors[f"{name}.input_absmax"]),
+                    "largest_output": float(tensors[f"{name}.output_absmax"].max()),
                 }
             )
-    return {"linears": len(layers), "least_tokens": least, "layers": layers}
+            largest = max(largest, layers[-1]["largest_input"])
+    return {
+        "linears": len(layers),
+        "least_tokens": min((layer["tokens"] for layer in layers), default=None),
+        "largest_activation": largest,
+        "layers": layers,
+    }

@@ -1,9 +1,10 @@
 import pytest
 from transformers import AutoConfig
 
-from compress.engines import ENGINES, matching, preflight, refuse_unsupported, saved_bytes
+from compress.engines import ENGINES, matching, preflight, saved_bytes
 from compress.errors import UserError
 from compress.qtensor import QuantSpec
+from compress.support import refuse_unsupported
 
 W8A8 = QuantSpec(8, activation_bits=8)
 W8A16 = QuantSpec(8)

@@ -1,0 +1,127 @@
+"""Whether the calibration text can stand for what the model will read.
+
+What makes statistics worthless is refused; what bends them is told in words, which the log, the
+manifest and the report carry. docs/calibration.md has the measurements behind the thresholds.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress import data
+from compress.errors import UserError
+from compress.report.words import several
+
+FEW_TOKENS = 1024
+TEMPLATE_SHARE = 0.25
+DIVERGENCE = 2.0
+"""Ratio of `divergence` above which held-out text is another kind of text."""
+
+MORE_TEXT = "give more text, or raise data.samples or data.length"
+
+
+def refuse_few(name: str, tokens: int, least: int) -> None:
+    """Raise UserError where fewer than `least` real tokens reach what is called `name`."""
+    if tokens < least:
+        raise UserError(
+            f"{name}: {tokens} calibration tokens, without padding; wanted at least {least} "
+            f"(calibrate.least_tokens): {MORE_TEXT}"
+        )
+
+
+def refuse_not_finite(block: str, hidden: Tensor) -> None:
+    """Raise UserError where what a block gives for real tokens [tokens, H] holds NaN or Inf."""
+    broken = int((~torch.isfinite(hidden)).any(-1).sum())
+    if broken:
+        raise UserError(
+            f"{block}: its output is NaN or Inf for {broken} of {len(hidden)} tokens, in float32; "
+            "wanted finite numbers: fetch the model again or repair that block"
+        )
+
+
+def counts(windows: data.Windows) -> dict[str, int]:
+    """What the windows are made of, for the manifest."""
+    return {
+        "samples": len(windows.ids),
+        "available": windows.available,
+        "length": windows.ids.shape[1],
+        "tokens": windows.tokens,
+        "padding_tokens": windows.ids.numel() - windows.tokens,
+        "template_tokens": windows.template_tokens,
+        "short": windows.short,
+        "cut": windows.cut,
+        "dropped": windows.dropped,
+    }
+
+
+def divergence(windows: data.Windows, held: data.Windows, vocabulary: int) -> float:
+    """How much less likely held-out tokens are than calibration tokens, by the latter's counts.
+
+    The ratio of two perplexities of the unigram model with one added to each count (Laplace): of
+    the held-out tokens, and of each calibration window by the counts of all others. 1: the same
+    kind of text, however little there is of it.
+    """
+    total = torch.bincount(windows.ids[windows.mask.bool()], minlength=vocabulary).float()
+    own = []
+    for row, mask in zip(windows.ids, windows.mask, strict=True):
+        tokens = row[mask.bool()]
+        own.append(_losses(total - torch.bincount(tokens, minlength=vocabulary), tokens))
+    losses = _losses(total, held.ids[held.mask.bool()])
+    return math.exp(float(losses.mean() - torch.cat(own).mean()))
+
+
+def text_notes(windows: data.Windows, held: data.Windows, ratio: float) -> list[str]:
+    """What in the text would bend the statistics, in words; ratio: its `divergence`."""
+    figures, notes = counts(windows), []
+    if windows.tokens < FEW_TOKENS:
+        notes.append(
+            f"only {windows.tokens} calibration tokens; a few thousand are usual: {MORE_TEXT}"
+        )
+    if figures["padding_tokens"]:
+        share = figures["padding_tokens"] / windows.ids.numel()
+        notes.append(
+            f"{share:.0%} of the calibration windows is padding, which is not counted: "
+            f"{several(windows.short, 'conversation')} shorter than a window"
+        )
+    if windows.cut:
+        notes.append(f"{several(windows.cut, 'conversation')} cut at {figures['length']} tokens")
+    if windows.dropped:
+        notes.append(f"{several(windows.dropped, 'document')} with nothing in them left out")
+    if windows.template_tokens:
+        share = windows.template_tokens / windows.tokens
+        note = f"{share:.0%} of the calibration tokens are of the chat template"
+        if share > TEMPLATE_SHARE:
+            note += ", the same in each; longer conversations would weigh what is said more"
+        notes.append(note)
+    if windows.description == data.PYTHON_DOCS:
+        notes.append(
+            f"calibrated on {windows.tokens:,} tokens of CPython's documentation; give "
+            "data.path=FILE with text of the domain that the model will serve"
+        )
+    if ratio > DIVERGENCE:
+        notes.append(
+            f"the held-out text ({held.description}) is of another kind than the calibration text "
+            f"({windows.description}): its tokens are {ratio:.1f} times less likely by the "
+            "latter's counts; calibrate by data.path on text like what the model will read"
+        )
+    return notes
+
+
+def layer_notes(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What in the figures of the linears is worth a word."""
+    dead = {x["name"]: x["dead_channels"] for x in layers if x["dead_channels"]}
+    if not dead:
+        return []
+    worst = max(dead, key=lambda name: dead[name])
+    return [
+        f"{several(len(dead), 'linear')} with input channels that no calibration token used, "
+        f"the most {worst} with {dead[worst]}; other text may use them: {MORE_TEXT}"
+    ]
+
+
+def _losses(counted: Tensor, tokens: Tensor) -> Tensor:
+    """Nats of each token by counts [V], one added to each."""
+    return -torch.log((counted[tokens] + 1) / (counted.sum() + len(counted)))

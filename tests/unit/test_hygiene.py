@@ -1,0 +1,165 @@
+"""What bends calibration statistics is told, what makes them worthless is refused."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compress import hygiene
+from compress.collector import Collector, picked_rows
+from compress.data import PYTHON_DOCS, Windows
+from compress.errors import UserError
+from compress.model import BlockModel
+
+T = 24
+
+
+def windows(ids: list[list[int]], template: int = 0, **more: int) -> Windows:
+    """Windows of these tokens, padded on the right by token 0."""
+    longest = max(map(len, ids))
+    rows = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids])
+    return Windows(rows, mask, template, "a text", **more)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> BlockModel:
+    return BlockModel(tiny_model)
+
+
+@torch.no_grad()
+def measured(
+    model: BlockModel, batches: list[tuple[Tensor, Tensor]], pick: Tensor
+) -> dict[str, Tensor]:
+    """Statistics of the first two blocks over batches of ids and mask [B, T]."""
+    found: dict[str, Tensor] = {}
+    hidden = [model.embed(ids, mask) for ids, mask in batches]
+    for index in range(2):
+        with model.block(index) as block:
+            collector, first = Collector(model.block_linears(index), pick), 0
+            with collector:
+                for number, (ids, mask) in enumerate(batches):
+                    collector.start(first, mask)
+                    call = model.calls(ids, mask)[index]
+                    hidden[number] = block(hidden[number], **call)
+                    first += len(ids)
+            found |= collector.tensors()
+    return found
+
+
+@settings(max_examples=8)
+@given(
+    lengths=st.lists(st.integers(1, T), min_size=2, max_size=4),
+    pad=st.integers(0, 1000),
+    seed=st.integers(0, 10**6),
+)
+def test_padding_enters_no_statistic(
+    model: BlockModel, lengths: list[int], pad: int, seed: int
+) -> None:
+    """Windows padded together give what the same windows give one by one and unpadded."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(5, 1000, (n,), generator=generator) for n in lengths]
+    ids = torch.full((len(texts), T), pad)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], mask[row, : len(text)] = text, 1
+    pick = picked_rows(mask, 16)
+    assert bool((pick < mask.sum(1, keepdim=True)).all())
+    padded = measured(model, [(ids, mask)], pick)
+    alone = measured(model, [(t[None], torch.ones_like(t[None])) for t in texts], pick)
+    assert padded.keys() == alone.keys()
+    for key, value in padded.items():
+        if not key.endswith("outlier_share"):  # whose threshold is of the batch
+            torch.testing.assert_close(value, alone[key], rtol=1e-3, atol=1e-5, msg=key)
+    assert int(padded["model.layers.1.mlp.down_proj.tokens"]) == sum(lengths)
+
+
+@torch.no_grad()
+def test_what_a_linear_gives_and_channels_that_nothing_uses_are_seen() -> None:
+    linear = torch.nn.Linear(3, 2, bias=False)
+    linear.weight.copy_(torch.tensor([[1.0, 0.0, 0.0], [0.0, -2.0, 0.0]]))
+    collector = Collector({"l": linear}, torch.zeros(2, 1, dtype=torch.int64))
+    mask = torch.tensor([[1, 1], [1, 0]])
+    x = torch.tensor([[[1.0, 2.0, 0.0], [-4.0, 1.0, 0.0]], [[2.0, 5.0, 0.0], [99.0, 99.0, 99.0]]])
+    with collector:
+        collector.start(0, mask)
+        linear(x)
+    found = collector.tensors()
+    assert found["l.absmax"].tolist() == [4.0, 5.0, 0.0]
+    assert found["l.output_absmax"].tolist() == [4.0, 10.0]
+    assert found["l.mean_abs"].tolist() == pytest.approx([7 / 3, 8 / 3, 0.0])
+    assert found["l.tokens"] == 3
+    layer = {"name": "l", "dead_channels": int((found["l.absmax"] == 0).sum())}
+    (note,) = hygiene.layer_notes([layer, {"name": "m", "dead_channels": 0}])
+    assert note.startswith("1 linear with input channels that no calibration token used")
+    assert "l with 1" in note
+
+
+def test_too_few_tokens_are_refused_by_name() -> None:
+    hygiene.refuse_few("model.layers.3.mlp.up_proj", 128, 128)
+    with pytest.raises(
+        UserError, match=r"layers\.3\.mlp\.up_proj: 127 calib.* wanted at least 128"
+    ):
+        hygiene.refuse_few("model.layers.3.mlp.up_proj", 127, 128)
+
+
+def test_what_is_not_finite_is_refused_by_the_block() -> None:
+    hidden = torch.ones(5, 4)
+    hygiene.refuse_not_finite("model.layers.2", hidden)
+    hidden[1, 2], hidden[4, 0] = math.nan, math.inf
+    with pytest.raises(UserError, match=r"model\.layers\.2: its output is NaN or Inf for 2 of 5"):
+        hygiene.refuse_not_finite("model.layers.2", hidden)
+
+
+@pytest.mark.parametrize(
+    ("held", "ratio"),
+    [
+        # Each calibration token by the other window's: (2 + 1) / (2 + 2). Held out: by all four.
+        ([[0, 0]], (3 / 4) / (5 / 6)),
+        ([[1, 1]], (3 / 4) / (1 / 6)),
+        ([[1], [0]], (3 / 4) / math.sqrt(5 / 36)),
+    ],
+)
+def test_divergence_is_a_ratio_of_unigram_perplexities(held: list[list[int]], ratio: float) -> None:
+    found = hygiene.divergence(windows([[0, 0], [0, 0]]), windows(held), 2)
+    assert found == pytest.approx(ratio)
+
+
+def test_divergence_sees_no_padding() -> None:
+    padded, held = windows([[1, 2, 1], [2, 1], [1]]), windows([[1, 2], [2]])
+    tail = torch.zeros(3, 2, dtype=torch.int64)
+    more = Windows(torch.cat([padded.ids, tail], 1), torch.cat([padded.mask, tail], 1), 0, "x")
+    assert hygiene.divergence(padded, held, 5) == hygiene.divergence(more, held, 5)
+
+
+def test_notes_tell_padding_cuts_template_and_another_kind_of_text() -> None:
+    text = windows([[1] * 8, [2] * 8, [3] * 4], template=6, short=1, cut=2, dropped=1)
+    notes = hygiene.text_notes(text, windows([[5]]), 1.9)
+    assert notes[0].startswith("only 20 calibration tokens")
+    assert notes[1].startswith("17% of the calibration windows is padding, which is not counted")
+    assert notes[1].endswith(": 1 conversation shorter than a window")
+    assert notes[2:4] == [
+        "2 conversations cut at 8 tokens",
+        "1 document with nothing in them left out",
+    ]
+    assert notes[4].startswith("30% of the calibration tokens are of the chat template, the same")
+    assert len(notes) == 5
+    (kind,) = hygiene.text_notes(text, windows([[5]]), 2.1)[5:]
+    assert "of another kind than the calibration text" in kind
+    assert "2.1 times less likely" in kind
+
+
+def test_a_clean_text_is_told_nothing_and_a_default_one_what_it_is() -> None:
+    text = windows([list(range(512))] * 2)
+    assert hygiene.text_notes(text, text, 1.0) == []
+    docs = Windows(text.ids, text.mask, 0, PYTHON_DOCS)
+    (note,) = hygiene.text_notes(docs, docs, 1.0)
+    assert note.startswith("calibrated on 1,024 tokens of CPython's documentation")
+    assert hygiene.counts(text) == {
+        "samples": 2, "available": 0, "length": 512, "tokens": 1024, "padding_tokens": 0,
+        "template_tokens": 0, "short": 0, "cut": 0, "dropped": 0,
+    }  # fmt: skip
