@@ -79,6 +79,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
         "data": _by_content(config.section("data"), data.fingerprint(config.data)),
         "score_text": source.fingerprint(text) if text.is_file() else None,
         "scheme": {"spec": config.quantize.spec.scheme, "keep": config.quantize.keep},
+        "kv_cache": config.serve.kv_cache,
     }
     stages = [config.stage(name) for name in config.stages]
     kinds: dict[str, str] = {}

@@ -48,13 +48,19 @@ def ask(
     items: list[Item],
     *,
     batch_size: int,
+    kv_cache: str = "16",
 ) -> list[Answer]:
-    """The model's answers to `items`, in their order."""
+    """The model's answers to `items`, in their order; `kv_cache` as in compress.runtime.cache."""
     prompts = [as_asked(task, item, tokenizer) for item in items]
     if task.kind == "choice":
         questions = [(p, item.choices) for p, item in zip(prompts, items, strict=True)]
         scores = likelihood.of_choices(
-            model, tokenizer, questions, per_character=task.per_character, batch_size=batch_size
+            model,
+            tokenizer,
+            questions,
+            per_character=task.per_character,
+            batch_size=batch_size,
+            kv_cache=kv_cache,
         )
         return [
             Answer(item.id, item.choices[row.index(max(row))], tuple(row))
@@ -70,6 +76,7 @@ def ask(
         [prompts[i] for i in order],
         max_new_tokens=task.max_new_tokens,
         batch_size=batch_size,
+        kv_cache=kv_cache,
     )
     written = dict(zip(order, texts, strict=True))
     return [Answer(item.id, _trimmed(task, written[i])) for i, item in enumerate(items)]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import UserError
 from compress.log import progress
+from compress.runtime.cache import all_logits
 
 LEAST_WINDOW = 64
 CHUNK = 128  # positions whose logits are in float32 at once: 78 MB at V = 152 thousand
@@ -122,17 +123,20 @@ def _reference(hidden: Tensor, head: nn.Module) -> Reference:
 
 
 @torch.inference_mode()
-def compare_to(reference: Reference, model: PreTrainedModel, windows: Tensor) -> Fidelity:
+def compare_to(
+    reference: Reference, model: PreTrainedModel, windows: Tensor, kv_cache: str = "16"
+) -> Fidelity:
     """How `model`, in whatever dtype it is served in, predicts `windows` [n, T] beside `reference`.
 
     Position t predicts token t + 1, so a window gives T - 1 predictions. Log-softmax is in float32.
+    kv_cache: how `model` keeps keys and values, one of KV_CACHES.
     """
     head, bias = reference.head.to(model.device), reference.bias.to(model.device)
     result = Fidelity([], [], [], [])
     bar = progress(windows, f"{str(model.dtype).removeprefix('torch.')} beside it", "window")
     for row, hidden in zip(bar, reference.hidden, strict=True):
         ids = row.to(model.device)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        logits = all_logits(model, ids[None], kv_cache)[0, :-1]
         if logits.shape[1] != len(head):
             raise ValueError(f"vocabulary of {logits.shape[1]}; the original's is {len(head)}")
         sums = torch.zeros(4, dtype=torch.float64, device=model.device)

@@ -50,6 +50,7 @@ class Judge:
 
     tokenizer: the original's. windows [n, T]: held-out text. asked: tasks with their items.
     work: a folder for results, each written as soon as it is known, so that a killed run goes on.
+    kv_cache: how the compressed model keeps keys and values; the original keeps them in 16 bit.
     trust_remote_code: run the models' own Python.
     """
 
@@ -59,6 +60,7 @@ class Judge:
     batch_size: int
     device: str
     work: Path
+    kv_cache: str = "16"
     trust_remote_code: bool = False
 
     def judge(
@@ -70,8 +72,8 @@ class Judge:
         which gives its answers and what the arithmetic alone costs; last the compressed one.
         """
         reference = self._reference(dense)
-        before = self._results("original", dense, reference)
-        after = self._results("compressed", checkpoint, reference)
+        before = self._results("original", dense, reference, "16")
+        after = self._results("compressed", checkpoint, reference, self.kv_cache)
         rows, outputs = [], []
         for task, its in self.asked:
             old, new = ([Answer(**a) for a in found[task.name]] for found in (before, after))
@@ -85,7 +87,8 @@ class Judge:
     def _folder(self) -> Path:
         """Where results are kept: its name differs where they would."""
         asked = [(asdict(task), [asdict(item) for item in its]) for task, its in self.asked]
-        digest = hashlib.sha256(json.dumps([asked, self.batch_size, self.device]).encode())
+        settings = [asked, self.batch_size, self.device, self.kv_cache]
+        digest = hashlib.sha256(json.dumps(settings).encode())
         digest.update(self.windows.numpy().tobytes())
         folder = self.work / digest.hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,11 +114,13 @@ class Judge:
             gc.collect()
         return Reference(**load_file(file))
 
-    def _results(self, who: str, model_folder: Path, reference: Reference) -> dict[str, Any]:
+    def _results(
+        self, who: str, model_folder: Path, reference: Reference, kv_cache: str
+    ) -> dict[str, Any]:
         """Fidelity and the answers to every task; the model is loaded if one is missing."""
         jobs: list[Job] = [
-            ("fidelity", lambda model: asdict(fidelity.compare_to(reference, model, self.windows))),
-            *((task.name, partial(self._answers, task, its)) for task, its in self.asked),
+            ("fidelity", partial(self._fidelity, reference, kv_cache)),
+            *((task.name, partial(self._answers, task, its, kv_cache)) for task, its in self.asked),
         ]
         files = {name: self._folder / f"{who}.{name}.json" for name, _ in jobs}
         missing = [(name, job) for name, job in jobs if not files[name].exists()]
@@ -133,8 +138,17 @@ class Judge:
             gc.collect()
         return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
 
-    def _answers(self, task: Task, its: list[Item], model: PreTrainedModel) -> list[dict[str, Any]]:
-        answers = ask(model, self.tokenizer, task, its, batch_size=self.batch_size)
+    def _fidelity(
+        self, reference: Reference, kv_cache: str, model: PreTrainedModel
+    ) -> dict[str, Any]:
+        return asdict(fidelity.compare_to(reference, model, self.windows, kv_cache))
+
+    def _answers(
+        self, task: Task, its: list[Item], kv_cache: str, model: PreTrainedModel
+    ) -> list[dict[str, Any]]:
+        answers = ask(
+            model, self.tokenizer, task, its, batch_size=self.batch_size, kv_cache=kv_cache
+        )
         return [asdict(answer) for answer in answers]
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.eval.text import has_cjk
 from compress.log import progress
+from compress.runtime.cache import all_logits
 
 
 def encode(
@@ -39,6 +40,7 @@ def log_likelihoods(
     pairs: list[tuple[str, str]],
     *,
     batch_size: int,
+    kv_cache: str = "16",
 ) -> list[float]:
     """Log P(continuation | prompt) in nats, for each pair of texts, in their order.
 
@@ -51,9 +53,7 @@ def log_likelihoods(
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     for batch in progress(batches, "likelihoods", "batch"):
         ids, mask = _right_padded([encoded[i][0] for i in batch])
-        logits = model(
-            input_ids=ids.to(model.device), attention_mask=mask.to(model.device), use_cache=False
-        ).logits
+        logits = all_logits(model, ids.to(model.device), kv_cache, mask.to(model.device))
         for row, i in enumerate(batch):
             tokens, start = encoded[i]
             scores = logits[row, start - 1 : len(tokens) - 1].float().log_softmax(-1)
@@ -84,6 +84,7 @@ def of_choices(
     *,
     per_character: bool,
     batch_size: int,
+    kv_cache: str = "16",
 ) -> list[list[float]]:
     """For each (prompt, choices): the log-likelihood of every choice, in nats.
 
@@ -91,7 +92,7 @@ def of_choices(
     that long choices are not at a loss; unlike tokens, characters mean the same to any tokenizer.
     """
     pairs = [(prompt, spaced(choice)) for prompt, choices in questions for choice in choices]
-    found = iter(log_likelihoods(model, tokenizer, pairs, batch_size=batch_size))
+    found = iter(log_likelihoods(model, tokenizer, pairs, batch_size=batch_size, kv_cache=kv_cache))
     return [
         [next(found) / (len(choice) if per_character else 1) for choice in choices]
         for _, choices in questions

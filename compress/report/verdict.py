@@ -8,6 +8,7 @@ from compress.report import tasks
 from compress.report.words import (
     comparison,
     count,
+    kv_cache,
     listed,
     milliseconds,
     part,
@@ -83,8 +84,8 @@ def _fits(figures: Figures) -> Iterator[Finding]:
     need = (
         f"Serving takes {size(memory['total'])} by the plan at batch {count(memory['batch'])} and "
         f"{count(memory['tokens'])} tokens a request: weights {size(memory['weights'])}, "
-        f"KV cache {size(memory['kv_cache'])}, activations {size(memory['activations'])}, "
-        f"overhead {size(memory['overhead'])}."
+        f"KV cache {size(memory['kv_cache'])}{_cache(figures)}, "
+        f"activations {size(memory['activations'])}, overhead {size(memory['overhead'])}."
     )
     if memory["given"] is None:
         yield Finding("Memory", f"{need} No limit was given to compare it with.")
@@ -96,6 +97,11 @@ def _fits(figures: Figures) -> Iterator[Finding]:
         over = memory["total"] - memory["given"]
         yield Finding("It does not fit", f"{need} {size(memory['given'])} were given, "
                       f"{size(over)} too few.", "bad")  # fmt: skip
+
+
+def _cache(figures: Figures) -> str:
+    kind = figures["plan"]["kv_cache"]["kind"]
+    return "" if kind == "16" else f" with {kv_cache(kind)}"
 
 
 def _smaller(figures: Figures) -> Iterator[Finding]:

@@ -35,6 +35,11 @@ def part(name: str) -> str:
     return {"mlp": "MLP", "lm_head": "LM head"}.get(name, name)
 
 
+def kv_cache(kind: str) -> str:
+    """How a KV cache is kept: `V in 8 bit` for v8."""
+    return {"16": "K and V in 16 bit", "v8": "V in 8 bit", "kv8": "K and V in 8 bit"}[kind]
+
+
 def count(value: Number) -> str:
     """A whole number, thousands apart: 49,152."""
     return NOTHING if value is None else f"{round(value):,}".replace("-", MINUS)

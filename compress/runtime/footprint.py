@@ -20,6 +20,7 @@ def footprint(
     backend: str | None,
     prompt_tokens: int,
     threads: int,
+    kv_cache: str = "16",
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Load seconds and peak memory of `folder`, measured by a fresh Python on the same machine.
@@ -33,6 +34,7 @@ def footprint(
         "backend": backend,
         "prompt_tokens": prompt_tokens,
         "threads": threads,
+        "kv_cache": kv_cache,
         "trust_remote_code": trust_remote_code,
     }
     command = [sys.executable, "-m", "compress.runtime.footprint", json.dumps(request)]
@@ -49,6 +51,7 @@ def _measure(
     backend: str | None,
     prompt_tokens: int,
     threads: int,
+    kv_cache: str,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
     import torch
@@ -62,7 +65,8 @@ def _measure(
     start = time.perf_counter()
     model = load(Path(folder), device=device, backend=backend, trust_remote_code=trust_remote_code)
     loaded = time.perf_counter() - start
-    time_request(model, torch.zeros((1, prompt_tokens), dtype=torch.long), new_tokens=2)
+    prompt = torch.zeros((1, prompt_tokens), dtype=torch.long)
+    time_request(model, prompt, new_tokens=2, kv_cache=kv_cache)
     return {
         "load_seconds": loaded,
         "peak_rss_bytes": high_water(),

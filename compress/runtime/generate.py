@@ -3,6 +3,8 @@
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.runtime.cache import make_cache
+
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
     """`question` as the model's chat template puts it, or as it is where there is none."""
@@ -65,10 +67,12 @@ def generate(
     *,
     max_new_tokens: int,
     batch_size: int,
+    kv_cache: str = "16",
 ) -> list[str]:
     """What the model writes after each prompt, greedily, without prompt and special tokens.
 
     Prompts go in batches in the order given, so the caller puts those of like length together.
+    kv_cache: how keys and values are kept, one of KV_CACHES.
     """
     config = greedy_config(model, tokenizer, max_new_tokens)
     texts: list[str] = []
@@ -79,6 +83,8 @@ def generate(
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=config,
+            # transformers' own in 16 bit: a model's own Python may name it as it likes.
+            cache=None if kv_cache == "16" else make_cache(kv_cache, model.config),
         )
         texts += tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
     return texts

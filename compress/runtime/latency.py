@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from compress.log import progress
+from compress.runtime.cache import make_cache
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,15 @@ class Timing:
 
 
 @torch.inference_mode()
-def time_request(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Timing:
-    """Answer `prompt` [1, tokens] greedily with exactly `new_tokens`, at least 2, and time it."""
+def time_request(
+    model: PreTrainedModel, prompt: Tensor, new_tokens: int, kv_cache: str = "16"
+) -> Timing:
+    """Answer `prompt` [1, tokens] greedily with exactly `new_tokens`, at least 2, and time it.
+
+    kv_cache: how keys and values are kept, one of KV_CACHES.
+    """
     prompt = prompt.to(model.device)
-    cache = DynamicCache(config=model.config)
+    cache = make_cache(kv_cache, model.config)
     marks = [_now(model.device)]
     ids = prompt
     for _ in range(new_tokens):
@@ -48,10 +54,12 @@ def time_models(
     requests: int,
     warmup: int,
     seed: int,
+    kv_caches: Mapping[str, str] | None = None,
 ) -> dict[str, list[Timing]]:
     """Time `requests` of each model by turns, so that what the machine does meanwhile hits all.
 
     Prompts are random tokens, the same for every model: the time does not depend on them.
+    kv_caches: how a model keeps keys and values, one of KV_CACHES; in 16 bit where none is named.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = min(model.get_input_embeddings().num_embeddings for model in models.values())
@@ -60,7 +68,8 @@ def time_models(
     for turn in progress(rounds, "requests to " + " and ".join(models), "request"):
         prompt = torch.randint(vocabulary, (1, prompt_tokens), generator=generator)
         for name, model in models.items():
-            timing = time_request(model, prompt, new_tokens)
+            kv_cache = (kv_caches or {}).get(name, "16")
+            timing = time_request(model, prompt, new_tokens, kv_cache)
             if turn >= warmup:
                 timings[name].append(timing)
     return timings

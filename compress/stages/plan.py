@@ -14,6 +14,7 @@ from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.model import linear_shapes, skeleton, storage_dtype
 from compress.report import words
+from compress.runtime.cache import KV_CACHES, bytes_per_token, make_cache
 from compress.source import read_config
 from compress.stage import Run
 from compress.structure import head_names
@@ -21,6 +22,10 @@ from compress.tensors import TensorFiles
 
 UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 SIXTEEN_BIT = 2  # bytes
+OWN_CACHE = (
+    "the KV cache is counted in 8 bit as our own runtime keeps it (serve.kv_cache); "
+    "vLLM and SGLang have settings of their own"
+)
 BATCHES = (1, 4, 16, 64)
 OVERHEAD = 0.05
 """Share of the card that the driver, the allocator's gaps and the engine keep for themselves."""
@@ -31,14 +36,15 @@ class Plan:
     """Weights, KV cache and activations against the memory there is.
 
     memory: of the card, such as 24GB or 80GiB; null: nothing is refused. batch: requests served
-    at the same time. tokens: prompt and answer together, of each.
+    at the same time. tokens: prompt and answer together, of each. The KV cache is counted as
+    serve.kv_cache has it.
     """
 
     name: ClassVar[str] = "plan"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = None
-    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "scheme")
+    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "scheme", "kv_cache")
 
     memory: str | None = None
     batch: int = 1
@@ -68,7 +74,12 @@ class Plan:
             quantize.keep,
             head_names(skeleton(config, torch.bfloat16, options.trust_remote_code)),
         )
-        for note in chosen.notes:
+        kv_cache = run.config.serve.kv_cache
+        make_cache(kv_cache, config)  # refuses a model that it cannot be had for
+        notes = [*chosen.notes]
+        if kv_cache != "16" and run.config.engine != "native":
+            notes.append(OWN_CACHE)
+        for note in notes:
             logger.info(f"  {note}")
 
         sizes = tensor_elements(folder)
@@ -82,9 +93,10 @@ class Plan:
         before["total"], after["total"] = sum(before.values()), sum(after.values())
         parameters = sum(sizes.values())
 
-        per_token = kv_bytes_per_token(config)
+        by_kind = {kind: bytes_per_token(kind, config) for kind in KV_CACHES}
+        per_token = by_kind[kv_cache]
         memory = self._memory(config, after["total"], per_token)
-        self._say(before, after, parameters, per_token, memory)
+        self._say(before, after, parameters, by_kind, memory)
         if memory["fits"] is False:
             raise UserError(_does_not_fit(memory, per_token))
         return {
@@ -96,6 +108,8 @@ class Plan:
                 "after": 8 * after["total"] / parameters,
             },
             "kv_cache": {
+                "kind": kv_cache,
+                "by_kind": by_kind,
                 "bytes_per_token": per_token,
                 "table": [
                     {"batch": batch, "tokens": tokens, "bytes": batch * tokens * per_token}
@@ -106,7 +120,7 @@ class Plan:
             "memory": memory,
             "quantized": chosen.quantize,
             "kept": dict(chosen.reasons),
-            "notes": chosen.notes,
+            "notes": notes,
             "dtype": str(dtype).removeprefix("torch."),
         }
 
@@ -133,15 +147,16 @@ class Plan:
         before: dict[str, int],
         after: dict[str, int],
         parameters: int,
-        per_token: int,
+        by_kind: dict[str, int],
         memory: dict[str, Any],
     ) -> None:
         logger.info(
             f"  weights {before['total'] / 1e9:.3f} GB to {after['total'] / 1e9:.3f} GB "
-            f"({8 * after['total'] / parameters:.2f} bits a weight), KV cache "
-            f"{per_token / 1e3:.1f} kB a token: {memory['total'] / 1e9:.2f} GB "
-            f"for {self.batch} x {self.tokens} tokens"
+            f"({8 * after['total'] / parameters:.2f} bits a weight): "
+            f"{memory['total'] / 1e9:.2f} GB for {self.batch} x {self.tokens} tokens"
         )
+        sizes = ", ".join(f"{kind} {size / 1e3:.1f} kB" for kind, size in by_kind.items())
+        logger.info(f"  KV cache a token, by serve.kv_cache: {sizes}")
 
 
 def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:
@@ -201,14 +216,6 @@ def by_part(figures: dict[str, int]) -> dict[str, int]:
     for name, figure in figures.items():
         sums[part_of(name)] += figure
     return sums
-
-
-def kv_bytes_per_token(config: PretrainedConfig) -> int:
-    """2 (keys and values) x layers x KV heads x head size x 2 bytes."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * head * SIXTEEN_BIT
 
 
 def activation_bytes(config: PretrainedConfig, batch: int, tokens: int) -> int:

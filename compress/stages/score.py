@@ -24,14 +24,21 @@ class Score:
     windows, window_tokens: how much of it. tasks: names of bundled suites. limit: items a task;
     null: all. max_new_tokens: cuts the tasks' own limits on the length of an answer; null: leaves
     them. batch_size: prompts at a time. outputs: answers shown side by side, beside all boundary
-    cases that failed.
+    cases that failed. The compressed model keeps keys and values as serve.kv_cache has it.
     """
 
     name: ClassVar[str] = "score"
     version: ClassVar[int] = 1
     needs: ClassVar[tuple[str, ...]] = ("dense", "checkpoint")
     gives: ClassVar[str | None] = "scores"
-    shares: ClassVar[tuple[str, ...]] = ("model", "data", "device", "seed", "score_text")
+    shares: ClassVar[tuple[str, ...]] = (
+        "model",
+        "data",
+        "device",
+        "seed",
+        "score_text",
+        "kv_cache",
+    )
 
     text: str | None = None
     windows: int = 8
@@ -83,11 +90,17 @@ class Score:
             batch_size=self.batch_size,
             device=run.config.device,
             work=run.work,
+            kv_cache=run.config.serve.kv_cache,
             trust_remote_code=trust,
         )
         scores, outputs = judge.judge(dense, run.artifacts["checkpoint"], seed=seed)
         count, length = judge.windows.shape
-        scores["fidelity"] |= {"windows": count, "window_tokens": length, "text": source}
+        scores["fidelity"] |= {
+            "windows": count,
+            "window_tokens": length,
+            "text": source,
+            "kv_cache": judge.kv_cache,
+        }
         _say(scores)
         chosen = sheet.select(outputs, self.outputs, seed=seed)
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in chosen]

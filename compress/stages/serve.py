@@ -13,6 +13,7 @@ from compress.kernels.backend import BACKENDS, pick_backend
 from compress.kernels.check import MAX_RELATIVE_ERROR, check_linear
 from compress.log import logger
 from compress.machine import release_memory
+from compress.runtime.cache import KV_CACHES
 from compress.runtime.footprint import footprint
 from compress.runtime.generate import chat_prompt, generate
 from compress.runtime.latency import summarize, time_models
@@ -30,8 +31,9 @@ class Serve:
 
     prompt_tokens, new_tokens: length of a request. requests: how many are timed of each model, by
     turns, one at a time, after `warmup` more. backend: triton, cpu or reference; null: the
-    COMPRESS_BACKEND of the environment, else the device's own. question: asked of both models;
-    the answers are recorded. answer_tokens: cuts them.
+    COMPRESS_BACKEND of the environment, else the device's own. kv_cache: how the compressed model
+    keeps keys and values: 16 (bit), v8 (V in INT8) or kv8 (K and V in INT8); the original's stay
+    in 16 bit. question: asked of both models; the answers are recorded. answer_tokens: cuts them.
     """
 
     name: ClassVar[str] = "serve"
@@ -45,6 +47,7 @@ class Serve:
     requests: int = 8
     warmup: int = 2
     backend: str | None = None
+    kv_cache: str = "16"
     question: str = "What is the capital of France?"
     answer_tokens: int = 32
 
@@ -60,6 +63,10 @@ class Serve:
             problems.append(
                 f"serve.backend is {self.backend!r}; wanted null or one of {', '.join(BACKENDS)}"
             )
+        if self.kv_cache not in KV_CACHES:
+            problems.append(
+                f"serve.kv_cache is {self.kv_cache!r}; wanted one of {', '.join(KV_CACHES)}"
+            )
         if problems:
             raise ConfigError(problems)
 
@@ -68,6 +75,7 @@ class Serve:
         device, seed, trust = run.config.device, run.config.seed, run.config.model.trust_remote_code
         folders = {"before": run.artifacts["dense"], "after": run.artifacts["checkpoint"]}
         backend = pick_backend(device, self.backend)
+        kv_caches = {"before": "16", "after": self.kv_cache}
         prompt_tokens = self._prompt_tokens(folders, trust)
 
         model = load(folders["after"], device=device, backend=backend, trust_remote_code=trust)
@@ -86,6 +94,7 @@ class Serve:
                 backend=backend,
                 prompt_tokens=prompt_tokens,
                 threads=torch.get_num_threads(),
+                kv_cache=kv_caches[name],
                 trust_remote_code=trust,
             )
             for name, folder in folders.items()
@@ -106,16 +115,18 @@ class Serve:
                 requests=self.requests,
                 warmup=self.warmup,
                 seed=seed,
+                kv_caches=kv_caches,
             )
             for name, model in models.items():
                 latency[name] = summarize(timings[name], prompt_tokens) | footprints[name]
-                answers[name] = self._ask(model, folders[name], trust)
+                answers[name] = self._ask(model, folders[name], kv_caches[name], trust)
             del models, model
         _say(latency, answers)
         return {
             "backend": backend,
             "threads": torch.get_num_threads(),
             "by_turns": together,
+            "kv_cache": self.kv_cache,
             "kernel_check": kernel_check,
             "question": self.question,
             "answers": answers,
@@ -138,11 +149,16 @@ class Serve:
             logger.info(f"  prompts of {room} tokens: the model's context holds {context}")
         return room
 
-    def _ask(self, model: PreTrainedModel, folder: Path, trust: bool) -> str:
+    def _ask(self, model: PreTrainedModel, folder: Path, kv_cache: str, trust: bool) -> str:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
         prompt = chat_prompt(tokenizer, self.question)
         (answer,) = generate(
-            model, tokenizer, [prompt], max_new_tokens=self.answer_tokens, batch_size=1
+            model,
+            tokenizer,
+            [prompt],
+            max_new_tokens=self.answer_tokens,
+            batch_size=1,
+            kv_cache=kv_cache,
         )
         return answer.strip()
 

@@ -56,6 +56,8 @@ def plan() -> dict[str, Any]:
         "bytes": {"before": before, "after": after},
         "bits_per_weight": {"before": 16.0, "after": 8 * after["total"] / 134515008},
         "kv_cache": {
+            "kind": "16",
+            "by_kind": {"16": 23040, "v8": 17460, "kv8": 11880},
             "bytes_per_token": 23040,
             "table": [
                 {"batch": b, "tokens": t, "bytes": b * t * 23040}

@@ -15,6 +15,7 @@ from compress.eval import judge, sheet
 from compress.source import Model
 from compress.stage import Run
 from compress.stages.score import Score
+from compress.stages.serve import Serve
 
 FEW = ["commonsense", "short_answers", "translation"]
 SETTINGS = {"windows": 2, "window_tokens": 80, "limit": 2, "max_new_tokens": 4, "batch_size": 3}
@@ -61,9 +62,11 @@ def text(tmp_path):
     return str(file)
 
 
-def run_of(folders, work: Path) -> Run:
+def run_of(folders, work: Path, kv_cache: str = "16") -> Run:
     work.mkdir(parents=True, exist_ok=True)
-    config = SimpleNamespace(device="cpu", seed=0, data=Data(), model=Model())
+    config = SimpleNamespace(
+        device="cpu", seed=0, data=Data(), model=Model(), serve=Serve(kv_cache=kv_cache)
+    )
     dense, checkpoint = folders
     return Run(config, {"dense": dense, "checkpoint": checkpoint}, work, {})
 
@@ -124,6 +127,17 @@ def test_a_model_beside_itself_has_lost_nothing(folders, text, tmp_path):
     for row in scores["tasks"]:
         assert row["before"] == row["after"]
         assert (row["gained"], row["lost"], row["p"], row["ci95"]) == (0, 0, 1.0, [0.0, 0.0])
+
+
+def test_what_the_kv_cache_costs_is_scored(folders, tmp_path):
+    dense, _ = folders
+    file = tmp_path / "long.txt"
+    file.write_text("".join(f"Line {i} of the held-out text.\n" for i in range(60)))
+    settings = SETTINGS | {"window_tokens": 300}
+    score = Score(text=str(file), tasks=FEW, **settings)
+    found = score.run(run_of((dense, dense), tmp_path / "work", "kv8"), tmp_path)
+    assert found["fidelity"]["kv_cache"] == "kv8"
+    assert abs(found["fidelity"]["kl_floor"]) < 1e-7 < found["fidelity"]["kl"] < 1e-3
 
 
 def test_a_killed_run_goes_on_and_ends_in_the_same_scores(
