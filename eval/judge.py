@@ -119,7 +119,7 @@ class Judge:
     ) -> dict[str, Any]:
         """Fidelity and the answers to every task; the model is loaded if one is missing."""
         jobs: list[Job] = [
-            ("fidelity", partial(self._fidelity, reference, kv_cache)),
+            ("fidelity", partial(self._closeness, reference, kv_cache)),
             *((task.name, partial(self._answers, task, its, kv_cache)) for task, its in self.asked),
         ]
         files = {name: self._folder / f"{who}.{name}.json" for name, _ in jobs}
@@ -138,7 +138,7 @@ class Judge:
             gc.collect()
         return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
 
-    def _fidelity(
+    def _closeness(
         self, reference: Reference, kv_cache: str, model: PreTrainedModel
     ) -> dict[str, Any]:
         return asdict(fidelity.compare_to(reference, model, self.windows, kv_cache))

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from compress.errors import ConfigError, UserError
 from compress.kernels import w8a8
 from compress.qtensor import QuantSpec
+from compress.runtime.cache import KEY_BLOCK, KV_CACHES
 from compress.runtime.generate import chat_prompt, encode, generate
 from compress.runtime.latency import Timing, summarize, time_models
 from compress.runtime.loader import load
@@ -41,6 +42,24 @@ def test_a_batch_answers_as_each_prompt_alone(stories260k: Path, checkpoint: Pat
     assert not any(text.startswith(p) for text, p in zip(together, prompts, strict=True))
 
 
+def test_a_kv_cache_in_8_bit_writes_the_same_texts(stories260k: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories260k)
+    model = load(stories260k, dtype=torch.float32)
+    texts = {
+        kind: generate(
+            model,
+            tokenizer,
+            ["Once upon a time", "Lily"],
+            max_new_tokens=100,
+            batch_size=2,
+            kv_cache=kind,
+        )
+        for kind in KV_CACHES
+    }
+    assert texts["v8"] == texts["kv8"] == texts["16"]
+    assert all(len(tokenizer(text).input_ids) > KEY_BLOCK for text in texts["16"])
+
+
 def test_prompts_are_padded_on_the_left_and_bos_comes_once(stories260k: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(stories260k)
     bos = tokenizer.bos_token
@@ -69,7 +88,13 @@ def test_rates_and_percentiles_are_those_of_the_requests() -> None:
 def test_every_model_is_timed_as_often(stories260k: Path) -> None:
     model = load(stories260k)
     timings = time_models(
-        {"a": model, "b": model}, prompt_tokens=5, new_tokens=4, requests=2, warmup=1, seed=0
+        {"a": model, "b": model},
+        prompt_tokens=5,
+        new_tokens=4,
+        requests=2,
+        warmup=1,
+        seed=0,
+        kv_caches={"b": "kv8"},
     )
     assert {name: len(found) for name, found in timings.items()} == {"a": 2, "b": 2}
     assert all(t.ttft > 0 and len(t.tpot) == 3 and min(t.tpot) > 0 for t in timings["a"])
@@ -84,9 +109,11 @@ def run_of(dense: Path, checkpoint: Path, work: Path) -> Run:
 def test_the_stage_checks_asks_and_times(
     stories260k: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    stage = Serve(prompt_tokens=600, new_tokens=3, requests=2, warmup=0, answer_tokens=4)
+    stage = Serve(
+        prompt_tokens=600, new_tokens=3, requests=2, warmup=0, answer_tokens=4, kv_cache="kv8"
+    )
     metrics = stage.run(run_of(stories260k, checkpoint, tmp_path), tmp_path)
-    assert metrics["backend"] == "cpu"
+    assert (metrics["backend"], metrics["kv_cache"]) == ("cpu", "kv8")
     assert metrics["kernel_check"]["max_relative_error"] < 1e-5
     assert sorted(metrics["kernel_check"]["shapes"]) == [[64, 64], [64, 172], [172, 64]]
     assert set(metrics["answers"]) == {"before", "after"}
