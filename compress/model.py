@@ -4,6 +4,7 @@ Peak memory is one block with its workspace, however large the model: the skelet
 meta device, and a block's tensors are read from safetensors when it is its turn.
 """
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -239,6 +240,7 @@ def skeleton(
     config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The model with no weights: parameters on the meta device, buffers computed."""
+    config = copy.deepcopy(config)  # which would be told this dtype in place of the stored one
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code

@@ -11,21 +11,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from compress import checkpoint, engines, heldout
+from compress import checkpoint, guards, heldout
 from compress.algorithms.blockwise import LayerReport, clip_of, report_on, smooth_block, weight_of
 from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
 from compress.algorithms.learned import RoundingLinear, learn, relative_error
 from compress.algorithms.rtn import rtn
 from compress.artifact import write_json
+from compress.collector import load_block_statistics
 from compress.errors import ConfigError, UserError
 from compress.log import logger, progress
-from compress.model import BlockModel, linear_shapes, storage_dtype
+from compress.model import BlockModel, storage_dtype
+from compress.preflight import preflight
 from compress.qtensor import QTensor, QuantSpec
 from compress.source import describe
 from compress.stage import Run
-from compress.stages.calibrate import WINDOWS, load_block_statistics
+from compress.stages.calibrate import WINDOWS
 from compress.streams import FULL, QUANTIZED, CalibrationStreams, swapped
-from compress.structure import feeds, head_names, knows
+from compress.structure import feeds, knows
 from compress.trainable import ScaleLinear
 
 ROUNDINGS = ("nearest", "gptq", "learned")
@@ -46,7 +48,7 @@ class Quantize:
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics")
     gives: ClassVar[str | None] = "quantized"
     shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "seed")
@@ -102,13 +104,15 @@ class Quantize:
         model = BlockModel(
             dense, device=run.config.device, trust_remote_code=options.trust_remote_code
         )
-        shapes = linear_shapes(model.config, options.trust_remote_code)
-        chosen = engines.preflight(
-            shapes, self.spec, run.config.engine, self.keep, head_names(model.skeleton)
-        )
+        dtype = storage_dtype(model.config, options.dtype)
+        chosen = preflight(model.config, run.config)
+        if dtype == torch.float16:
+            kept = guards.small_scales(model, chosen.quantize, chosen.spec)
+            chosen = preflight(model.config, run.config, kept)
         specs = dict.fromkeys(chosen.quantize, chosen.spec)
         notes = list(chosen.notes)
-        dtype = storage_dtype(model.config, options.dtype)
+        if dtype == torch.float16:
+            notes += guards.scaling_notes(model, statistics)
         if self.smooth and not knows(model.config):
             notes.append(f"no smoothing: blocks of {model.config.model_type} are not known to it")
         for note in notes:
@@ -178,6 +182,8 @@ class BlockWork:
         with self.model.block(self.index) as block:
             if streams is not None:
                 streams.advance(FULL, block, self.index)
+            if dtype == torch.float16:
+                guards.scale_into_range(self.model.config, block, local)
             original = {name: weight_of(block, name).clone() for name in specs}
             divided: dict[str, Tensor] = {}
             strengths: dict[str, float] = {}

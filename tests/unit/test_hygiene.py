@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from compress import hygiene
+from compress import data, hygiene
 from compress.collector import Collector, picked_rows
 from compress.data import PYTHON_DOCS, Windows
 from compress.errors import UserError
@@ -163,3 +164,22 @@ def test_a_clean_text_is_told_nothing_and_a_default_one_what_it_is() -> None:
         "samples": 2, "available": 0, "length": 512, "tokens": 1024, "padding_tokens": 0,
         "template_tokens": 0, "short": 0, "cut": 0, "dropped": 0,
     }  # fmt: skip
+
+
+def test_real_texts_of_one_kind_are_near_and_of_others_far(
+    shared_data: Path, tiny_model: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    def cut(name: str, count: int, length: int) -> Windows:
+        text = (shared_data / name).read_text(encoding="utf-8")[:200_000]
+        return data.windows([text], tokenizer, count=count, length=length, seed=0, description=name)
+
+    wiki = cut("wikitext2_train.txt", 32, 512)
+    ratios = {
+        name: hygiene.divergence(wiki, cut(name, 8, 256), 1024)
+        for name in ("wikitext2_test.txt", "zh_wiki_calibration.txt", "humaneval.jsonl")
+    }
+    assert ratios["wikitext2_test.txt"] < 1.2
+    assert ratios["zh_wiki_calibration.txt"] > 2 * hygiene.DIVERGENCE
+    assert ratios["humaneval.jsonl"] > hygiene.DIVERGENCE

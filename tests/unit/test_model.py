@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from compress.errors import UserError
-from compress.model import BlockModel, linear_shapes
+from compress.model import BlockModel, linear_shapes, storage_dtype
 from compress.tensors import TensorFiles
 
 SIZES = {
@@ -115,3 +115,17 @@ def test_damage_is_named(tiny_model: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"model-00001-of-00002\.safetensors: missing"):
         BlockModel(folder)
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])
+def test_arithmetic_in_float32_does_not_change_what_is_stored(
+    tiny_model: Path, tmp_path: Path, stored: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+    model = BlockModel(folder, dtype=torch.float32)
+    linear_shapes(model.config)
+    wanted = torch.bfloat16 if stored == "float32" else getattr(torch, stored)
+    assert model.skeleton.dtype == torch.float32
+    assert storage_dtype(model.config, "auto") == wanted
