@@ -17,8 +17,10 @@ from compress.report.words import several
 
 FEW_TOKENS = 1024
 TEMPLATE_SHARE = 0.25
-DIVERGENCE = 2.0
-"""Ratio of `divergence` above which held-out text is another kind of text."""
+TOKENS_DIVERGE = 2.0
+"""`token_divergence` above which held-out text is of another kind."""
+ACTIVATIONS_DIVERGE = 0.003
+"""`profile_divergence`, the mean over the linears, above which it is."""
 
 MORE_TEXT = "give more text, or raise data.samples or data.length"
 
@@ -57,7 +59,7 @@ def counts(windows: data.Windows) -> dict[str, int]:
     }
 
 
-def divergence(windows: data.Windows, held: data.Windows, vocabulary: int) -> float:
+def token_divergence(windows: data.Windows, held: data.Windows, vocabulary: int) -> float:
     """How much less likely held-out tokens are than calibration tokens, by the latter's counts.
 
     The ratio of two perplexities of the unigram model with one added to each count (Laplace): of
@@ -73,8 +75,15 @@ def divergence(windows: data.Windows, held: data.Windows, vocabulary: int) -> fl
     return math.exp(float(losses.mean() - torch.cat(own).mean()))
 
 
-def text_notes(windows: data.Windows, held: data.Windows, ratio: float) -> list[str]:
-    """What in the text would bend the statistics, in words; ratio: its `divergence`."""
+def profile_divergence(one: Tensor, other: Tensor) -> Tensor:
+    """Jensen-Shannon divergence [] in nats of two sizes by channel [K], each made to sum to 1."""
+    p, q = one.double() / one.double().sum(), other.double() / other.double().sum()
+    mean = (p + q) / 2
+    return (torch.special.xlogy(p, p / mean) + torch.special.xlogy(q, q / mean)).nansum() / 2
+
+
+def text_notes(windows: data.Windows, held: data.Windows, tokens_diverge: float) -> list[str]:
+    """What in the text would bend the statistics, in words; the last: its `token_divergence`."""
     figures, notes = counts(windows), []
     if windows.tokens < FEW_TOKENS:
         notes.append(
@@ -101,25 +110,42 @@ def text_notes(windows: data.Windows, held: data.Windows, ratio: float) -> list[
             f"calibrated on {windows.tokens:,} tokens of CPython's documentation; give "
             "data.path=FILE with text of the domain that the model will serve"
         )
-    if ratio > DIVERGENCE:
+    if tokens_diverge > TOKENS_DIVERGE:
+        why = f"its tokens are {tokens_diverge:.1f} times less likely by the latter's counts"
+        notes.append(_another_kind(windows, held, why))
+    return notes
+
+
+def layer_notes(
+    layers: Sequence[Mapping[str, Any]], windows: data.Windows, held: data.Windows
+) -> list[str]:
+    """What in the figures of the linears is worth a word."""
+    notes = []
+    mean = sum(layer["divergence"] for layer in layers) / len(layers)
+    # Fewer tokens differ by as much from others of the same text.
+    if mean > ACTIVATIONS_DIVERGE and min(windows.tokens, held.tokens) >= FEW_TOKENS:
+        worst = max(layers, key=lambda layer: layer["divergence"])
+        why = (
+            f"the linears' inputs differ by {mean:.4f} nats, {ACTIVATIONS_DIVERGE:g} at most "
+            f"within one kind, and most those of {worst['name']}"
+        )
+        notes.append(_another_kind(windows, held, why))
+    dead = {x["name"]: x["dead_channels"] for x in layers if x["dead_channels"]}
+    if dead:
+        most = max(dead, key=lambda name: dead[name])
         notes.append(
-            f"the held-out text ({held.description}) is of another kind than the calibration text "
-            f"({windows.description}): its tokens are {ratio:.1f} times less likely by the "
-            "latter's counts; calibrate by data.path on text like what the model will read"
+            f"{several(len(dead), 'linear')} with input channels that no calibration token used, "
+            f"the most {most} with {dead[most]}; other text may use them: {MORE_TEXT}"
         )
     return notes
 
 
-def layer_notes(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What in the figures of the linears is worth a word."""
-    dead = {x["name"]: x["dead_channels"] for x in layers if x["dead_channels"]}
-    if not dead:
-        return []
-    worst = max(dead, key=lambda name: dead[name])
-    return [
-        f"{several(len(dead), 'linear')} with input channels that no calibration token used, "
-        f"the most {worst} with {dead[worst]}; other text may use them: {MORE_TEXT}"
-    ]
+def _another_kind(windows: data.Windows, held: data.Windows, why: str) -> str:
+    return (
+        f"the held-out text ({held.description}) is of another kind than the calibration text "
+        f"({windows.description}): {why}; calibrate by data.path on text like what the model "
+        "will read"
+    )
 
 
 def _losses(counted: Tensor, tokens: Tensor) -> Tensor:

@@ -90,8 +90,9 @@ class Calibrate:
             guards.refuse_large_weights(model.tensors)
         windows, held = self._windows(run, model)
         hygiene.refuse_few("data", windows.tokens, self.least_tokens)
-        divergence = hygiene.divergence(windows, held, model.config.get_text_config().vocab_size)
-        notes = hygiene.text_notes(windows, held, divergence)
+        vocabulary = model.config.get_text_config().vocab_size
+        tokens_diverge = hygiene.token_divergence(windows, held, vocabulary)
+        notes = hygiene.text_notes(windows, held, tokens_diverge)
         for note in notes:
             logger.info(f"  {note}")
         save_file({"ids": windows.ids, "mask": windows.mask}, out / WINDOWS)
@@ -114,7 +115,7 @@ class Calibrate:
         perplexity = _keep_heldout(model, states, held, out)
         calibration_perplexity = _perplexity(model, states, windows, held.ids)
         figures = _layer_figures(out, len(model))
-        later = hygiene.layer_notes(figures["layers"])
+        later = hygiene.layer_notes(figures["layers"], windows, held)
         later += filter(None, [guards.remark(figures["largest_activation"], dtype)])
         for note in later:
             logger.info(f"  {note}")
@@ -128,7 +129,7 @@ class Calibrate:
                 "tokens": held.tokens,
                 "description": held.description,
                 "ppl": perplexity,
-                "divergence": divergence,
+                "token_divergence": tokens_diverge,
             },
             "notes": notes + later,
         }
@@ -169,9 +170,11 @@ class Calibrate:
         streams: tuple[Stream, Stream],
         dtype: torch.dtype,
     ) -> dict[str, Tensor]:
-        """Send both streams through block `index`: what `Collector.tensors` gives for the first,
-        and, over both, `input_absmax` [] of each linear, `output_absmax` [N] of each and [] of the
-        block.
+        """Send both streams through block `index`.
+
+        Returns what `Collector.tensors` gives for the first, and of each linear `divergence` []
+        between the two and, over both, `input_absmax` [] and `output_absmax` [N]; the latter [] of
+        the block too.
         """
         name = model.block_name(index)
         found, largest = [], torch.zeros(())
@@ -189,6 +192,8 @@ class Calibrate:
                 statistics[key] = torch.maximum(statistics[key], other[key])
                 both = torch.maximum(statistics[of_inputs], other[of_inputs])
                 statistics[f"{linear}.input_absmax"] = both.max()
+                profiles = statistics[f"{linear}.relative"], other[f"{linear}.relative"]
+                statistics[f"{linear}.divergence"] = hygiene.profile_divergence(*profiles)
             statistics[f"{name}.output_absmax"] = largest
             if dtype == torch.float16:
                 local = {key.removeprefix(f"{name}."): t for key, t in statistics.items()}
@@ -275,6 +280,7 @@ def _layer_figures(folder: Path, blocks: int) -> dict[str, Any]:
                     "mean_abs": float(tensors[f"{name}.mean_abs"].mean()),
                     "outlier_share": float(tensors[f"{name}.outlier_share"].mean()),
                     "dead_channels": int((value == 0).sum()),
+                    "divergence": float(tensors[f"{name}.divergence"]),
                     "largest_input": float(tensors[f"{name}.input_absmax"]),
                     "largest_output": float(tensors[f"{name}.output_absmax"].max()),
                 }

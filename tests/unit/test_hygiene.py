@@ -94,8 +94,9 @@ def test_what_a_linear_gives_and_channels_that_nothing_uses_are_seen() -> None:
     assert found["l.output_absmax"].tolist() == [4.0, 10.0]
     assert found["l.mean_abs"].tolist() == pytest.approx([7 / 3, 8 / 3, 0.0])
     assert found["l.tokens"] == 3
-    layer = {"name": "l", "dead_channels": int((found["l.absmax"] == 0).sum())}
-    (note,) = hygiene.layer_notes([layer, {"name": "m", "dead_channels": 0}])
+    layer = {"name": "l", "dead_channels": int((found["l.absmax"] == 0).sum()), "divergence": 0}
+    other = {"name": "m", "dead_channels": 0, "divergence": 0}
+    (note,) = hygiene.layer_notes([layer, other], windows([[1]]), windows([[1]]))
     assert note.startswith("1 linear with input channels that no calibration token used")
     assert "l with 1" in note
 
@@ -126,7 +127,7 @@ def test_what_is_not_finite_is_refused_by_the_block() -> None:
     ],
 )
 def test_divergence_is_a_ratio_of_unigram_perplexities(held: list[list[int]], ratio: float) -> None:
-    found = hygiene.divergence(windows([[0, 0], [0, 0]]), windows(held), 2)
+    found = hygiene.token_divergence(windows([[0, 0], [0, 0]]), windows(held), 2)
     assert found == pytest.approx(ratio)
 
 
@@ -134,7 +135,34 @@ def test_divergence_sees_no_padding() -> None:
     padded, held = windows([[1, 2, 1], [2, 1], [1]]), windows([[1, 2], [2]])
     tail = torch.zeros(3, 2, dtype=torch.int64)
     more = Windows(torch.cat([padded.ids, tail], 1), torch.cat([padded.mask, tail], 1), 0, "x")
-    assert hygiene.divergence(padded, held, 5) == hygiene.divergence(more, held, 5)
+    assert hygiene.token_divergence(padded, held, 5) == hygiene.token_divergence(more, held, 5)
+
+
+def test_profiles_diverge_by_jensen_and_shannon() -> None:
+    one = torch.tensor([3.0, 1.0, 0.0])
+    assert hygiene.profile_divergence(one, 5 * one) == 0
+    # p = (3/4, 1/4, 0), q = (1/4, 1/4, 1/2), m = (1/2, 1/4, 1/4).
+    other = torch.tensor([1.0, 1.0, 2.0])
+    wanted = (0.75 * math.log(1.5) + 0.25 * math.log(0.5) + 0.5 * math.log(2)) / 2
+    assert float(hygiene.profile_divergence(one, other)) == pytest.approx(wanted)
+    ends = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    assert float(hygiene.profile_divergence(*ends)) == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("divergences", "tokens", "told"),
+    [((0.002, 0.0039), 1024, False), ((0.002, 0.0041), 1024, True), ((0.1, 0.1), 1023, False)],
+)
+def test_inputs_unlike_those_of_the_calibration_text_are_told(
+    divergences: tuple[float, ...], tokens: int, told: bool
+) -> None:
+    layers = [
+        {"name": name, "dead_channels": 0, "divergence": value}
+        for name, value in zip("ab", divergences, strict=True)
+    ]
+    notes = hygiene.layer_notes(layers, windows([[1] * 2000]), windows([[1] * tokens]))
+    assert len(notes) == told
+    assert not told or "most those of b; calibrate by data.path" in notes[0]
 
 
 def test_notes_tell_padding_cuts_template_and_another_kind_of_text() -> None:
@@ -177,9 +205,9 @@ def test_real_texts_of_one_kind_are_near_and_of_others_far(
 
     wiki = cut("wikitext2_train.txt", 32, 512)
     ratios = {
-        name: hygiene.divergence(wiki, cut(name, 8, 256), 1024)
+        name: hygiene.token_divergence(wiki, cut(name, 8, 256), 1024)
         for name in ("wikitext2_test.txt", "zh_wiki_calibration.txt", "humaneval.jsonl")
     }
     assert ratios["wikitext2_test.txt"] < 1.2
-    assert ratios["zh_wiki_calibration.txt"] > 2 * hygiene.DIVERGENCE
-    assert ratios["humaneval.jsonl"] > hygiene.DIVERGENCE
+    assert ratios["zh_wiki_calibration.txt"] > 2 * hygiene.TOKENS_DIVERGE
+    assert ratios["humaneval.jsonl"] > hygiene.TOKENS_DIVERGE
