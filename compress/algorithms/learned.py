@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.algorithms.rtn import SMALLEST_SCALE, scales_for
+from compress.algorithms.rtn import stored_scales
 from compress.qtensor import QTensor, QuantSpec
 from compress.trainable import straight_through_int8
 
@@ -40,15 +40,15 @@ class RoundingLinear(nn.Module):
         super().__init__()
         self.spec, self.dtype, self.bias = spec, dtype, bias
         self.weight = weight.float()
-        self.first = scales_for(weight, spec) if first is None else first.float()
+        self.first = (stored_scales(weight, spec, dtype) if first is None else first).float()
         self.offset = nn.Parameter(torch.zeros_like(self.weight))
         self.factor = nn.Parameter(torch.ones_like(self.first))
 
     def scales(self) -> Tensor:
         """Scales [N, G] as they will be stored, differentiable in `factor`."""
-        exact = (self.first * self.factor).clamp_min(SMALLEST_SCALE)
-        stored = exact.detach().to(self.dtype).clamp_min(torch.finfo(self.dtype).tiny)
-        return exact + (stored.float() - exact.detach())
+        exact = self.first * self.factor
+        stored = exact.detach().to(self.dtype).float()
+        return exact + (stored - exact.detach())
 
     def steps(self, scales: Tensor) -> Tensor:
         """Integers [N, G, K/G], differentiable as if they were not rounded."""

@@ -24,9 +24,17 @@ def scales_for(weight: Tensor, spec: QuantSpec, clip: Tensor | float = 1.0) -> T
 def stored_scales(
     weight: Tensor, spec: QuantSpec, dtype: torch.dtype, clip: Tensor | float = 1.0
 ) -> Tensor:
-    """`scales_for` as they are stored in `dtype`."""
+    """`scales_for` as they are stored in `dtype`; at 4 bit with a sign.
+
+    There are 8 steps below zero and 7 above. A negative scale, where the largest weight of a group
+    is positive, gives that weight the longer side (as AutoRound does, arXiv:2309.05516).
+    """
     # A scale that the dtype cannot hold would be 0, and every weight NaN.
-    return scales_for(weight, spec, clip).to(dtype).clamp_min(torch.finfo(dtype).tiny)
+    scales = scales_for(weight, spec, clip).to(dtype).clamp_min(torch.finfo(dtype).tiny)
+    if spec.bits > 4:  # one step in 128 more is nothing
+        return scales
+    lowest, highest = weight.reshape(len(weight), scales.shape[1], -1).aminmax(dim=-1)
+    return torch.where(highest > -lowest, -scales, scales)
 
 
 def rtn(weight: Tensor, spec: QuantSpec, dtype: torch.dtype, clip: Tensor | float = 1.0) -> QTensor:
