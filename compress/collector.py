@@ -1,6 +1,7 @@
 """What the linears of a block see and give, gathered by hooks while windows pass through it."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -49,7 +50,8 @@ class Collector:
         self._alive: list[Tensor] = []
 
     def _see(self, name: str, inputs: Tensor, given: Tensor) -> None:
-        largest = given[self._real].float().abs().amax(0)
+        least, most = given[self._real].float().aminmax(dim=0)
+        largest = torch.maximum(-least, most)
         self._outputs[name] = torch.maximum(self._outputs.get(name, largest), largest)
         owner = self._seen.setdefault(id(inputs), name)
         self.owner[name] = owner
@@ -116,6 +118,40 @@ def picked_rows(mask: Tensor, rows: int) -> Tensor:
 def load_block_statistics(folder: Path, index: int) -> dict[str, Tensor]:
     """What `Collector.tensors` gave for block `index`, and what calibrate added to it."""
     return load_file(folder / f"block_{index:03d}.safetensors")
+
+
+def layer_figures(folder: Path, blocks: int) -> dict[str, Any]:
+    """What the statistics in `folder` come to, by linear and over all, for the manifest."""
+    layers: list[dict[str, Any]] = []
+    largest = 0.0
+    for index in range(blocks):
+        tensors = load_block_statistics(folder, index)
+        for key, value in tensors.items():
+            name, _, statistic = key.rpartition(".")
+            if statistic == "output_absmax":
+                largest = max(largest, float(value.max()))
+            if statistic != "absmax":
+                continue
+            layers.append(
+                {
+                    "name": name,
+                    "tokens": int(tensors[f"{name}.tokens"]),
+                    "absmax": float(value.max()),
+                    "mean_abs": float(tensors[f"{name}.mean_abs"].mean()),
+                    "outlier_share": float(tensors[f"{name}.outlier_share"].mean()),
+                    "dead_channels": int((value == 0).sum()),
+                    "divergence": float(tensors[f"{name}.divergence"]),
+                    "largest_input": float(tensors[f"{name}.input_absmax"]),
+                    "largest_output": float(tensors[f"{name}.output_absmax"].max()),
+                }
+            )
+            largest = max(largest, layers[-1]["largest_input"])
+    return {
+        "linears": len(layers),
+        "least_tokens": min((layer["tokens"] for layer in layers), default=None),
+        "largest_activation": largest,
+        "layers": layers,
+    }
 
 
 def _sums(x: Tensor) -> Sums:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from compress import data, guards, heldout, hygiene
-from compress.collector import Collector, load_block_statistics, picked_rows
+from compress.collector import Collector, layer_figures, picked_rows
 from compress.errors import ConfigError
 from compress.hidden import HiddenStates
 from compress.log import logger, progress
@@ -114,7 +114,7 @@ class Calibrate:
 
         perplexity = _keep_heldout(model, states, held, out)
         calibration_perplexity = _perplexity(model, states, windows, held.ids)
-        figures = _layer_figures(out, len(model))
+        figures = layer_figures(out, len(model))
         later = hygiene.layer_notes(figures["layers"], windows, held)
         later += filter(None, [guards.remark(figures["largest_activation"], dtype)])
         for note in later:
@@ -172,9 +172,8 @@ class Calibrate:
     ) -> dict[str, Tensor]:
         """Send both streams through block `index`.
 
-        Returns what `Collector.tensors` gives for the first, and of each linear `divergence` []
-        between the two and, over both, `input_absmax` [] and `output_absmax` [N]; the latter [] of
-        the block too.
+        Returns what `Collector.tensors` gives for the first, what `_compared` adds, and
+        `output_absmax` [] of the block over both.
         """
         name = model.block_name(index)
         found, largest = [], torch.zeros(())
@@ -185,16 +184,10 @@ class Calibrate:
                     given = self._advance(model, block, index, states, stream, collector)
                 largest = torch.maximum(largest, given)
                 found.append(collector.tensors())
-            statistics, other = found
+            statistics = found[0] | {f"{name}.output_absmax": largest}
             for linear in model.block_linears(index):
                 hygiene.refuse_few(linear, int(statistics[f"{linear}.tokens"]), self.least_tokens)
-                key, of_inputs = f"{linear}.output_absmax", f"{linear}.absmax"
-                statistics[key] = torch.maximum(statistics[key], other[key])
-                both = torch.maximum(statistics[of_inputs], other[of_inputs])
-                statistics[f"{linear}.input_absmax"] = both.max()
-                profiles = statistics[f"{linear}.relative"], other[f"{linear}.relative"]
-                statistics[f"{linear}.divergence"] = hygiene.profile_divergence(*profiles)
-            statistics[f"{name}.output_absmax"] = largest
+                statistics |= _compared(linear, *found)
             if dtype == torch.float16:
                 local = {key.removeprefix(f"{name}."): t for key, t in statistics.items()}
                 guards.refuse_overflow(model.config, name, block, local)
@@ -222,6 +215,23 @@ class Calibrate:
             largest = torch.maximum(largest, real.abs().max().cpu())
             states.write(stream.name, rows, given)
         return largest
+
+
+def _compared(
+    linear: str, calibration: dict[str, Tensor], held: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Of a linear, `input_absmax` [] and `output_absmax` [N] over both texts, and `divergence` []
+    between what it reads in the one and in the other.
+    """
+    one, other = (
+        {key: found[f"{linear}.{key}"] for key in ("absmax", "output_absmax", "relative")}
+        for found in (calibration, held)
+    )
+    return {
+        f"{linear}.input_absmax": torch.maximum(one["absmax"], other["absmax"]).max(),
+        f"{linear}.output_absmax": torch.maximum(one["output_absmax"], other["output_absmax"]),
+        f"{linear}.divergence": hygiene.profile_divergence(one["relative"], other["relative"]),
+    }
 
 
 def _embed(model: BlockModel, windows: data.Windows, batch: int) -> Iterator[Tensor]:
@@ -259,36 +269,3 @@ def _losses(logprobs: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     """Nats of every real token of `ids` that `logprobs` [T, V] foretells, padded on the right."""
     real = min(len(logprobs), int(mask.sum()))
     return nn.functional.nll_loss(logprobs[: real - 1], ids[1:real], reduction="none")
-
-
-def _layer_figures(folder: Path, blocks: int) -> dict[str, Any]:
-    layers: list[dict[str, Any]] = []
-    largest = 0.0
-    for index in range(blocks):
-        tensors = load_block_statistics(folder, index)
-        for key, value in tensors.items():
-            name, _, statistic = key.rpartition(".")
-            if statistic == "output_absmax":
-                largest = max(largest, float(value.max()))
-            if statistic != "absmax":
-                continue
-            layers.append(
-                {
-                    "name": name,
-                    "tokens": int(tensors[f"{name}.tokens"]),
-                    "absmax": float(value.max()),
-                    "mean_abs": float(tensors[f"{name}.mean_abs"].mean()),
-                    "outlier_share": float(tensors[f"{name}.outlier_share"].mean()),
-                    "dead_channels": int((value == 0).sum()),
-                    "divergence": float(tensors[f"{name}.divergence"]),
-                    "largest_input": float(tensors[f"{name}.input_absmax"]),
-                    "largest_output": float(tensors[f"{name}.output_absmax"].max()),
-                }
-            )
-            largest = max(largest, layers[-1]["largest_input"])
-    return {
-        "linears": len(layers),
-        "least_tokens": min((layer["tokens"] for layer in layers), default=None),
-        "largest_activation": largest,
-        "layers": layers,
-    }

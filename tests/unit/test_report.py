@@ -89,6 +89,9 @@ def calibrate() -> dict[str, Any]:
     return {
         "tokens": 24576,
         "samples": 48,
+        "available": 120,
+        "ppl": 17.5,
+        "largest_activation": 2922.0,
         "length": 512,
         "padding_tokens": 12,
         "template_tokens": 0,
@@ -98,7 +101,13 @@ def calibrate() -> dict[str, Any]:
             {"name": name, "absmax": absmax(b, name), "mean_abs": 0.4, "outlier_share": 0.0021}
             for b, name in _names(KINDS)
         ],
-        "heldout": {"windows": 8, "tokens": 2048, "description": "the last tenth", "ppl": 18.25},
+        "heldout": {
+            "windows": 8,
+            "tokens": 2048,
+            "description": "the last tenth",
+            "ppl": 18.25,
+            "token_divergence": 1.04,
+        },
         "notes": [],
     }
 
@@ -453,6 +462,18 @@ def test_page_is_whole_and_needs_nothing_else(run: SimpleNamespace) -> None:
     assert "@import" not in style[1]
     assert sum(tag == "article" for tag, _ in tags.seen) == 20
     assert sum(a.get("class") == "marks" for _, a in tags.seen) == 20
+
+
+def test_page_says_where_the_kv_cache_is_in_8_bit(run: SimpleNamespace) -> None:
+    assert "in 8 bit" not in "".join(Tags(page(figures(run))).words)
+    run.manifests["plan"]["metrics"]["kv_cache"]["kind"] = "kv8"
+    run.manifests["serve"]["metrics"]["kv_cache"] = "v8"
+    run.manifests["score"]["metrics"]["fidelity"]["kv_cache"] = "kv8"
+    shown = "".join(Tags(page(figures(run))).words)
+    assert "KV cache 47.2\u00a0MB with K and V in 8 bit, activations" in shown
+    assert "KV cache with K and V in 8 bit, beside the weights" in shown
+    assert "the compressed model's KV cache with V in 8 bit, the original's in 16 bit" in shown
+    assert "as loaded from disk, its KV cache with K and V in 8 bit, as for the tasks" in shown
 
 
 def test_text_of_a_model_is_shown_not_run(run: SimpleNamespace) -> None:
