@@ -81,10 +81,9 @@ class CalibrationStreams:
 
     def hessians(
         self, block: nn.Module, index: int, names: Iterable[str]
-    ) -> Iterator[tuple[list[str], Tensor]]:
+    ) -> list[tuple[list[str], Tensor]]:
         """X^T X [K, K], a token's mean, of what the linears `names` of the block get from the
-        quantized ones before it, with the names of all that read the same tensor. What is given
-        is held here no longer.
+        quantized ones before it, each after the names of all that read the same tensor.
         """
         sums: dict[str, Tensor] = {}
         owners: dict[str, str] = {}
@@ -118,8 +117,10 @@ class CalibrationStreams:
             for hook in hooks:
                 hook.remove()
         tokens = int(self.mask.sum())
-        for owner in list(sums):
-            yield [n for n in owners if owners[n] == owner], sums.pop(owner).div_(tokens)
+        return [
+            ([name for name in owners if owners[name] == owner], total.div_(tokens))
+            for owner, total in sums.items()
+        ]
 
     def _call(self, rows: slice | list[int], index: int) -> Mapping[str, object]:
         device = self.model.device

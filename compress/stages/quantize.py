@@ -17,6 +17,7 @@ from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
 from compress.algorithms.learned import RoundingLinear, learn, relative_error
 from compress.algorithms.rtn import rtn
 from compress.artifact import write_json
+from compress.clock import Clock
 from compress.collector import load_block_statistics
 from compress.errors import ConfigError, UserError
 from compress.log import logger, progress
@@ -126,8 +127,9 @@ class Quantize:
         if streams is not None:
             first = min(first, streams.done)
         blocks = range(first, len(model))
+        clock = Clock()
         for index in progress(blocks, "quantize", "block", total=len(model), done=first):
-            work = BlockWork(self, model, index, specs, dtype, run.config.seed)
+            work = BlockWork(self, model, index, specs, dtype, run.config.seed, clock)
             tensors, layers = work.run(load_block_statistics(statistics, index), streams)
             _save_block(run.work, index, tensors, layers)
             if streams is not None:
@@ -140,19 +142,22 @@ class Quantize:
         config["quantization_config"] = checkpoint.quantization_config(specs, chosen.ignore)
         outside = ({n: _cast(t, dtype)} for n, t in model.outside_tensors())
         inside = (load_file(_block_file(run.work, index)) for index in range(len(model)))
-        checkpoint.write(out, itertools.chain(outside, inside), config, dense)
-        measured = heldout.distance(
-            out,
-            statistics,
-            device=run.config.device,
-            trust_remote_code=options.trust_remote_code,
-        )
+        with clock.part("writing"):
+            checkpoint.write(out, itertools.chain(outside, inside), config, dense)
+        with clock.part("held-out"):
+            measured = heldout.distance(
+                out,
+                statistics,
+                device=run.config.device,
+                trust_remote_code=options.trust_remote_code,
+            )
         logger.info(f"  held-out KL to the original {measured.kl:.4f}, top-1 {measured.top1:.1%}")
         return {
             "scheme": chosen.spec.scheme,
             "layers": [asdict(layer) for layers in done if layers for layer in layers],
             "heldout_kl": {"before": 0.0, "after": measured.kl},
             "heldout": measured.asdict(),
+            "seconds": clock.seconds,
             "notes": notes,
         }
 
@@ -170,6 +175,7 @@ class BlockWork:
     specs: Mapping[str, QuantSpec]
     dtype: torch.dtype
     seed: int
+    clock: Clock
 
     def run(
         self, statistics: Mapping[str, Tensor], streams: CalibrationStreams | None
@@ -181,7 +187,8 @@ class BlockWork:
         dtype = self.dtype
         with self.model.block(self.index) as block:
             if streams is not None:
-                streams.advance(FULL, block, self.index)
+                with self.clock.part("forward"):
+                    streams.advance(FULL, block, self.index)
             if dtype == torch.float16:
                 guards.scale_into_range(self.model.config, block, local)
             original = {name: weight_of(block, name).clone() for name in specs}
@@ -189,7 +196,8 @@ class BlockWork:
             strengths: dict[str, float] = {}
             if self.options.smooth:
                 found = feeds(self.model.config, block)
-                divided, strengths = smooth_block(block, found, local, specs, dtype)
+                with self.clock.part("search"):
+                    divided, strengths = smooth_block(block, found, local, specs, dtype)
             tensors, weights = {}, {f"{name}.weight" for name in specs}
             for name, parameter in block.named_parameters():
                 if name not in weights:
@@ -199,21 +207,22 @@ class BlockWork:
             reports = []
             for name, weight in rounded.items():
                 tensors |= checkpoint.pack(prefix + name, weight)
-                reports.append(
-                    report_on(
-                        prefix + name,
-                        original[name],
-                        weight_of(block, name),
-                        weight,
-                        local[f"{name}.rows"],
-                        divided.get(name),
-                        strengths.get(name),
-                        dtype,
+                with self.clock.part("reporting"):
+                    reports.append(
+                        report_on(
+                            prefix + name,
+                            original[name],
+                            weight_of(block, name),
+                            weight,
+                            local[f"{name}.rows"],
+                            divided.get(name),
+                            strengths.get(name),
+                            dtype,
+                        )
                     )
-                )
             if streams is not None:
                 served = {n: ScaleLinear(q, _bias_of(block, n)) for n, q in rounded.items()}
-                with swapped(block, served):
+                with self.clock.part("forward"), swapped(block, served):
                     streams.advance(QUANTIZED, block, self.index)
         return tensors, reports
 
@@ -229,20 +238,27 @@ class BlockWork:
         dtype = self.dtype
         clips: dict[str, Tensor | float] = dict.fromkeys(specs, 1.0)
         if self.options.clip:
-            for n, spec in specs.items():
-                rows = statistics[f"{n}.rows"]
-                clips[n] = clip_of(weight_of(block, n), rows, divided.get(n), spec, dtype)
+            with self.clock.part("search"):
+                for n, spec in specs.items():
+                    rows = statistics[f"{n}.rows"]
+                    clips[n] = clip_of(weight_of(block, n), rows, divided.get(n), spec, dtype)
         if streams is None:
-            return {n: rtn(weight_of(block, n), s, dtype, clips[n]) for n, s in specs.items()}
+            with self.clock.part("rounding"):
+                return {n: rtn(weight_of(block, n), s, dtype, clips[n]) for n, s in specs.items()}
 
         rounded: dict[str, QTensor] = {}
         linears: dict[str, RoundingLinear] = {}
-        for names, hessian in streams.hessians(block, self.index, list(specs)):
-            found = self._factor(names[0], hessian)
+        with self.clock.part("Hessians"):
+            hessians = streams.hessians(block, self.index, list(specs))
+        while hessians:
+            names, hessian = hessians.pop(0)
+            with self.clock.part("factors"):
+                found = self._factor(names[0], hessian)
             del hessian  # 485 MB for the down_proj of a 7B
             for name in names:
                 weight, spec = weight_of(block, name), specs[name]
-                rounded[name], before = gptq(weight, found, spec, dtype, clips[name])
+                with self.clock.part("rounding"):
+                    rounded[name], before = gptq(weight, found, spec, dtype, clips[name])
                 if self.options.rounding == "learned":
                     scales, bias = rounded[name].scales, _bias_of(block, name)
                     linears[name] = RoundingLinear(before, bias, spec, dtype, scales)
@@ -270,7 +286,7 @@ class BlockWork:
         """`rounded` learned on, where the block's error on the same windows becomes smaller."""
         batches = streams.batches(self.index, seed=self.seed + self.index)
         same = streams.first(self.index)
-        with swapped(block, linears):
+        with self.clock.part("learning"), swapped(block, linears):
             before = float(relative_error(block(same.inputs, **same.call), same))
             learn(block, linears, batches, steps=self.options.steps, rate=self.options.rate)
             after = float(relative_error(block(same.inputs, **same.call), same))
