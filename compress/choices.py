@@ -7,18 +7,26 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PretrainedConfig
 
 from compress import engines
 from compress.artifact import write_json
 from compress.errors import UserError
+from compress.model import linear_shapes, skeleton, storage_dtype
 from compress.qtensor import QuantSpec
 from compress.report.words import listed
+from compress.structure import head_names
+
+if TYPE_CHECKING:
+    from compress.config import Config
 
 SIXTEEN_BIT = "16 bit"
 SCHEME = re.compile(r"W([48])A(8|16)(?: ?g(\d+))?")
 UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-SIZE = re.compile(r"([\d.]+) ?(MB|GB|MiB|GiB)")
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(MB|GB|MiB|GiB)")
 FILE = "allocation.json"
 ENTRY = 100
 """Bytes of a tensor's entry in the header of a safetensors file, at most, beside its name."""
@@ -44,6 +52,27 @@ class Group:
         """`model.layers.0.mlp.gate_proj+up_proj`."""
         parent = self.names[0].rpartition(".")[0]
         return f"{parent}.{'+'.join(name.rpartition('.')[2] for name in self.names)}"
+
+
+def groups_of(
+    model: PretrainedConfig, config: "Config", guarded: Mapping[str, str] | None = None
+) -> tuple[list[Group], list[str]]:
+    """What of `model` can be chosen formats for as `config` asks; see `offered`.
+
+    guarded: linears left in 16 bit for what their weights hold, with the reason.
+    """
+    trust = config.model.trust_remote_code
+    dtype = storage_dtype(model, config.model.dtype)
+    return offered(
+        linear_shapes(model, trust),
+        config.allocate.specs(config.quantize.spec),
+        config.engine,
+        config.quantize.keep,
+        head_names(skeleton(model, torch.bfloat16, trust)),
+        itemsize=dtype.itemsize,
+        dtype=dtype,
+        guarded=guarded,
+    )
 
 
 def parse_scheme(text: str) -> QuantSpec | None:

@@ -10,11 +10,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from compress.choices import budget_problem
 from compress.data import Data
 from compress.engines import ENGINES
 from compress.errors import ConfigError, UserError
 from compress.source import Model
 from compress.stage import Stage
+from compress.stages.allocate import Allocate
 from compress.stages.calibrate import Calibrate
 from compress.stages.distill import Distill
 from compress.stages.export import Export
@@ -28,6 +30,7 @@ from compress.stages.serve import Serve
 STAGES = (
     "plan",
     "calibrate",
+    "allocate",
     "quantize",
     "distill",
     "extend",
@@ -46,6 +49,9 @@ class Config:
         where it stopped. seed: of everything that draws at random. device: cpu, cuda, or auto.
     engine: what will serve the checkpoint: any, vllm, sglang, transformers, or native (our own
         runtime, which serves v_proj quantized too).
+    budget: for mixed precision: 4.5 (bits a weight, mean over the linears that may be quantized,
+        scales counted) or 4.2GB (of the checkpoint's weights); null: one scheme for all. With a
+        budget the stage allocate runs before quantize, without one it does not.
     stages: which stages run, in the order of the pipeline. only: this one stage, from what is on
         disk. force: rebuild from the first of these stages on; `source` is what comes before
         them where the model is no folder yet.
@@ -56,6 +62,7 @@ class Config:
     seed: int = 0
     device: str = "auto"
     engine: str = "any"
+    budget: str | None = None
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     only: str | None = None
     force: list[str] = field(default_factory=list)
@@ -64,6 +71,7 @@ class Config:
     data: Data = field(default_factory=Data)
     plan: Plan = field(default_factory=Plan)
     calibrate: Calibrate = field(default_factory=Calibrate)
+    allocate: Allocate = field(default_factory=Allocate)
     quantize: Quantize = field(default_factory=Quantize)
     distill: Distill = field(default_factory=Distill)
     extend: Extend = field(default_factory=Extend)
@@ -74,6 +82,14 @@ class Config:
 
     def __post_init__(self) -> None:
         problems = []
+        if self.budget is not None and (problem := budget_problem(self.budget)):
+            problems.append(problem)
+        if self.budget is None:
+            self.stages = [name for name in self.stages if name != "allocate"]
+            if "allocate" in (self.only, *self.force):
+                problems.append("allocate runs with a budget alone; add budget=4.5, for example")
+        elif "quantize" in self.stages:
+            self.stages = [*self.stages, "allocate"]
         for name, value, choices in (
             ("device", [self.device], ("auto", "cpu", "cuda")),
             ("engine", [self.engine], ENGINES),

@@ -78,7 +78,11 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
         "model": _by_content(config.section("model"), content),
         "data": _by_content(config.section("data"), data.fingerprint(config.data)),
         "score_text": source.fingerprint(text) if text.is_file() else None,
-        "scheme": {"spec": config.quantize.spec.scheme, "keep": config.quantize.keep},
+        "scheme": {
+            "spec": config.quantize.spec.scheme,
+            "keep": config.quantize.keep,
+            **({"budget": config.budget} if config.budget is not None else {}),
+        },
         "kv_cache": config.serve.kv_cache,
     }
     stages = [config.stage(name) for name in config.stages]

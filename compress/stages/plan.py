@@ -1,7 +1,6 @@
 """plan: what it weighs, what a request adds, whether it fits; from headers, nothing is loaded."""
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,18 +8,17 @@ from typing import Any, ClassVar
 import torch
 from transformers import PretrainedConfig
 
-from compress import engines
+from compress import choices, engines
 from compress.errors import ConfigError, UserError
 from compress.log import logger
-from compress.model import linear_shapes, skeleton, storage_dtype
+from compress.model import linear_shapes, skeleton, storage_dtype, tied_names
 from compress.report import words
 from compress.runtime.cache import KV_CACHES, bytes_per_token, make_cache
 from compress.source import read_config
 from compress.stage import Run
-from compress.structure import head_names
+from compress.structure import head_names, stored_name
 from compress.tensors import TensorFiles
 
-UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 SIXTEEN_BIT = 2  # bytes
 OWN_CACHE = (
     "the KV cache is counted in 8 bit as our own runtime keeps it (serve.kv_cache); "
@@ -52,8 +50,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         problems = []
-        size = r"\d+(\.\d+)? ?(MB|GB|MiB|GiB)"
-        if self.memory is not None and not re.fullmatch(size, self.memory):
+        if self.memory is not None and not choices.SIZE.fullmatch(self.memory):
             problems.append(f"plan.memory is {self.memory!r}; wanted a size such as 24GB or 80GiB")
         for name, value in (("batch", self.batch), ("tokens", self.tokens)):
             if value < 1:
@@ -76,20 +73,26 @@ class Plan:
         )
         kv_cache = run.config.serve.kv_cache
         make_cache(kv_cache, config)  # refuses a model that it cannot be had for
-        notes = [*chosen.notes]
+        sizes = tensor_elements(folder)
+        dtype = storage_dtype(config, options.dtype)
+        scheme, notes = chosen.spec.scheme, [*chosen.notes]
+        stored = {
+            name: math.prod(shapes[name]) * SIXTEEN_BIT
+            - engines.saved_bytes(shapes[name], chosen.spec)
+            for name in chosen.quantize
+        }
+        if run.config.budget is not None:
+            scheme = "mixed precision"
+            stored, notes = _mixed(run, config, sizes, dtype)
         if kv_cache != "16" and run.config.engine != "native":
             notes.append(OWN_CACHE)
         for note in notes:
             logger.info(f"  {note}")
 
-        sizes = tensor_elements(folder)
-        dtype = storage_dtype(config, options.dtype)
         before = by_part(tensor_bytes(folder))
         after = {part: count * dtype.itemsize for part, count in by_part(sizes).items()}
-        for name in chosen.quantize:
-            count = math.prod(shapes[name])
-            quantized = count * SIXTEEN_BIT - engines.saved_bytes(shapes[name], chosen.spec)
-            after[part_of(name)] -= count * dtype.itemsize - quantized
+        for name, quantized in stored.items():
+            after[part_of(name)] -= math.prod(shapes[name]) * dtype.itemsize - quantized
         before["total"], after["total"] = sum(before.values()), sum(after.values())
         parameters = sum(sizes.values())
 
@@ -100,7 +103,7 @@ class Plan:
         if memory["fits"] is False:
             raise UserError(_does_not_fit(memory, per_token))
         return {
-            "scheme": chosen.spec.scheme,
+            "scheme": scheme,
             "parameters": parameters,
             "bytes": {"before": before, "after": after},
             "bits_per_weight": {
@@ -118,14 +121,14 @@ class Plan:
                 ],
             },
             "memory": memory,
-            "quantized": chosen.quantize,
-            "kept": dict(chosen.reasons),
+            "quantized": list(stored),
+            "kept": {name: why for name, why in chosen.reasons.items() if name not in stored},
             "notes": notes,
             "dtype": str(dtype).removeprefix("torch."),
         }
 
     def _memory(self, config: PretrainedConfig, weights: int, per_token: int) -> dict[str, Any]:
-        given = None if self.memory is None else parse_size(self.memory)
+        given = None if self.memory is None else choices.parse_size(self.memory)
         parts = {
             "weights": weights,
             "kv_cache": self.batch * self.tokens * per_token,
@@ -159,6 +162,28 @@ class Plan:
         logger.info(f"  KV cache a token, by serve.kv_cache: {sizes}")
 
 
+def _mixed(
+    run: Run, config: PretrainedConfig, sizes: dict[str, int], dtype: torch.dtype
+) -> tuple[dict[str, int], list[str]]:
+    """Bytes of each linear that the stage allocate will choose a format for, at the mean of the
+    budget, and what is to be said of it. Raises UserError where the budget cannot be kept to.
+    """
+    trust = run.config.model.trust_remote_code
+    tied = {stored_name(config, n) for n in tied_names(skeleton(config, dtype, trust))}
+    elements = {name: count for name, count in sizes.items() if name not in tied}
+    groups, notes = choices.groups_of(config, run.config)
+    room = choices.room(str(run.config.budget), groups, elements, itemsize=dtype.itemsize)
+    weights = sum(group.weights for group in groups)
+    each = min(room / weights, dtype.itemsize)
+    shapes = linear_shapes(config, trust)
+    stored = {n: int(each * math.prod(shapes[n])) for group in groups for n in group.names}
+    note = (
+        f"mixed precision by the stage allocate: {8 * each:.2f} bits a weight in the mean of "
+        f"{len(stored)} linears"
+    )
+    return stored, [note, *notes]
+
+
 def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:
     room = memory["given"] - memory["total"] + memory["kv_cache"]
     most = max(0, room // (per_token * memory["batch"]))
@@ -172,13 +197,6 @@ def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:
         f"{memory['batch']} x {memory['tokens']} tokens, activations {activations}, "
         f"overhead {overhead}), {given} given; {way_out}"
     )
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as `24GB` (10^9) or `80GiB` (2^30)."""
-    found = re.fullmatch(r"([\d.]+) ?([A-Za-z]+)", text)
-    assert found is not None
-    return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def tensor_elements(folder: Path) -> dict[str, int]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from compress import checkpoint, guards, heldout
+from compress import checkpoint, choices, guards, heldout
 from compress.algorithms.blockwise import LayerReport, clip_of, report_on, smooth_block, weight_of
 from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
 from compress.algorithms.learned import RoundingLinear, learn, relative_error
@@ -110,8 +110,12 @@ class Quantize:
         if dtype == torch.float16:
             kept = guards.small_scales(model, chosen.quantize, chosen.spec)
             chosen = preflight(model.config, run.config, kept)
-        specs = dict.fromkeys(chosen.quantize, chosen.spec)
+        specs, ignore = dict.fromkeys(chosen.quantize, chosen.spec), chosen.ignore
         notes = list(chosen.notes)
+        if run.config.budget is not None:
+            specs = choices.read_assignment(statistics)
+            ignore = [name for name in (*chosen.quantize, *chosen.ignore) if name not in specs]
+            notes = [f"mixed precision by the stage allocate, budget={run.config.budget}"]
         if dtype == torch.float16:
             notes += guards.scaling_notes(model, statistics)
         if self.smooth and not knows(model.config):
@@ -139,7 +143,7 @@ class Quantize:
         config = describe(dense)
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
-        config["quantization_config"] = checkpoint.quantization_config(specs, chosen.ignore)
+        config["quantization_config"] = checkpoint.quantization_config(specs, ignore)
         outside = ({n: _cast(t, dtype)} for n, t in model.outside_tensors())
         inside = (load_file(_block_file(run.work, index)) for index in range(len(model)))
         with clock.part("writing"):
@@ -153,7 +157,7 @@ class Quantize:
             )
         logger.info(f"  held-out KL to the original {measured.kl:.4f}, top-1 {measured.top1:.1%}")
         return {
-            "scheme": chosen.spec.scheme,
+            "scheme": choices.scheme_of(specs),
             "layers": [asdict(layer) for layers in done if layers for layer in layers],
             "heldout_kl": {"before": 0.0, "after": measured.kl},
             "heldout": measured.asdict(),

@@ -1,0 +1,232 @@
+"""allocate: which linear gets how many bits, so that a budget is kept at the least loss."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load_file
+
+from compress import checkpoint, choices, guards
+from compress.algorithms.budget import Option, assign
+from compress.choices import SIXTEEN_BIT, Group, scheme_name
+from compress.errors import ConfigError, UserError
+from compress.log import logger
+from compress.model import BlockModel, storage_dtype, tied_names
+from compress.qtensor import QuantSpec
+from compress.report.words import significant, size
+from compress.sensitivity import Sensitivity, Variant
+from compress.stage import Run
+from compress.stages.calibrate import WINDOWS
+from compress.stages.plan import tensor_elements
+from compress.structure import stored_name
+
+
+@dataclass(kw_only=True)
+class Allocate:
+    """Mixed precision: formats chosen layer by layer under the `budget` of the recipe.
+
+    What each group of linears costs in each format, alone, is measured as KL on calibration text
+    (`Sensitivity`), and the sum of these is made least within the budget (`assign`). Off without a
+    budget.
+
+    choices: schemes to choose from beside 16 bit, such as [W4A16 g64, W8A16]; empty: those that go
+    with the recipe's. Without INT8 activations these are 4 bit in the recipe's groups, 4 bit in
+    groups of 32, and 8 bit per channel; else W8A8. windows, length: calibration text to measure on.
+    batch: windows that go through a block together.
+    """
+
+    name: ClassVar[str] = "allocate"
+    version: ClassVar[int] = 1
+    needs: ClassVar[tuple[str, ...]] = ("dense", "statistics")
+    gives: ClassVar[str | None] = "statistics"
+    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "scheme")
+
+    choices: list[str] = field(default_factory=list)
+    windows: int = 4
+    length: int = 256
+    batch: int = 4
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"allocate.{name} is {value}; wanted at least {least}"
+            for name, value, least in (
+                ("windows", self.windows, 1),
+                ("length", self.length, 16),
+                ("batch", self.batch, 1),
+            )
+            if value < least
+        ]
+        problems += [
+            f"allocate.choices has {text!r}; wanted schemes such as W8A8, W8A16, W4A16 or W4A16 g64"
+            for text in self.choices
+            if choices.parse_scheme(text) is None
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def specs(self, recipe: QuantSpec) -> list[QuantSpec]:
+        """The schemes to choose from, for a recipe of this scheme."""
+        given = [choices.parse_scheme(text) for text in self.choices]
+        if given:
+            return [spec for spec in given if spec is not None]
+        if recipe.activation_bits is not None:
+            return [recipe]
+        return [QuantSpec(4, recipe.group_size), QuantSpec(4, 32), QuantSpec(8)]
+
+    def run(self, run: Run, out: Path) -> dict[str, Any]:
+        options, statistics = run.config.model, run.artifacts["statistics"]
+        model = BlockModel(
+            run.artifacts["dense"],
+            device=run.config.device,
+            trust_remote_code=options.trust_remote_code,
+        )
+        dtype = storage_dtype(model.config, options.dtype)
+        groups, notes = self._groups(run, model, dtype)
+        room = choices.room(
+            str(run.config.budget), groups, _elements(model), itemsize=dtype.itemsize
+        )
+        windows = load_file(statistics / WINDOWS)
+        ids, mask = (windows[n][: self.windows, : self.length] for n in ("ids", "mask"))
+        costs = self._measure(run, model, groups, ids, mask, dtype)
+        options_of = [
+            [Option(group.sizes[spec], cost[spec]) for spec in group.sizes]
+            for group, cost in zip(groups, costs, strict=True)
+        ]
+        taken = [
+            list(group.sizes)[number]
+            for group, number in zip(groups, assign(options_of, room), strict=True)
+        ]
+        found = _figures(groups, costs, taken, room)
+        if not found["quantized"]:
+            raise UserError(
+                f"budget={run.config.budget}: all fits in 16 bit, and nothing is left to quantize; "
+                "wanted less, or no budget"
+            )
+        for note in notes:
+            logger.info(f"  {note}")
+        logger.info(
+            f"  {found['bits_per_weight']:.3f} bits a weight of {found['room_bits']:.3f}, sum of "
+            f"KL {found['kl']:.4f}: " + ", ".join(f"{n} x {s}" for s, n in found["counts"].items())
+        )
+        checkpoint.hand_on(statistics, out)
+        specs = {n: s for g, s in zip(groups, taken, strict=True) if s for n in g.names}
+        choices.write_assignment(out, specs)
+        tokens = int(mask.sum())
+        return {"budget": run.config.budget, "tokens": tokens, **found, "notes": notes}
+
+    def _groups(
+        self, run: Run, model: BlockModel, dtype: torch.dtype
+    ) -> tuple[list[Group], list[str]]:
+        config = run.config
+        groups, notes = choices.groups_of(model.config, config)
+        if dtype == torch.float16:
+            guarded: dict[str, str] = {}
+            for group in groups:
+                for spec in filter(None, group.sizes):
+                    guarded |= guards.small_scales(model, group.names, spec)
+            groups, notes = choices.groups_of(model.config, config, guarded)
+        return groups, notes
+
+    def _measure(
+        self,
+        run: Run,
+        model: BlockModel,
+        groups: Sequence[Group],
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> list[dict[QuantSpec | None, float]]:
+        """KL of each group in each of its formats; 0 in 16 bit."""
+        variants: list[list[Variant]] = [[] for _ in range(len(model))]
+        places: list[list[tuple[QuantSpec, int, int]]] = []
+        blocks = {f"{model.block_name(index)}.": index for index in range(len(model))}
+        for group in groups:
+            prefix = next(p for p in blocks if group.names[0].startswith(p))
+            local = tuple(name.removeprefix(prefix) for name in group.names)
+            index, places_of = blocks[prefix], []
+            for spec in filter(None, group.sizes):
+                places_of.append((spec, index, len(variants[index])))
+                variants[index].append(Variant(local, spec))
+            places.append(places_of)
+        kl = Sensitivity(
+            model, ids, mask, variants, run.artifacts["statistics"], dtype, run.work, self.batch
+        ).measure()
+        return [
+            {**{spec: kl[index][number] for spec, index, number in places_of}, None: 0.0}
+            for places_of in places
+        ]
+
+
+def _elements(model: BlockModel) -> dict[str, int]:
+    """Values of each tensor of the checkpoint, in which a tied head is not stored."""
+    tied = {stored_name(model.config, name) for name in tied_names(model.skeleton)}
+    found = tensor_elements(model.folder)
+    return {name: count for name, count in found.items() if name not in tied}
+
+
+def _figures(
+    groups: Sequence[Group],
+    costs: Sequence[Mapping[QuantSpec | None, float]],
+    taken: Sequence[QuantSpec | None],
+    room: int,
+) -> dict[str, Any]:
+    """What was measured and chosen, as the report draws it."""
+    weights = sum(group.weights for group in groups)
+    used = sum(group.sizes[spec] for group, spec in zip(groups, taken, strict=True))
+    layers: list[dict[str, Any]] = []
+    kept: dict[str, str] = {}
+    for group, cost, spec in zip(groups, costs, taken, strict=True):
+        layers.append(
+            {
+                "name": group.name,
+                "linears": list(group.names),
+                "kl": {scheme_name(s): kl for s, kl in cost.items() if s is not None},
+                "bytes": {scheme_name(s): count for s, count in group.sizes.items()},
+                "taken": scheme_name(spec),
+            }
+        )
+        if spec is None:
+            kept |= dict.fromkeys(group.names, _why_kept(group, cost))
+    schemes = dict.fromkeys(scheme_name(spec) for group in groups for spec in group.sizes)
+    names = [layer["taken"] for layer in layers for _ in layer["linears"]]
+    return {
+        "room": room,
+        "room_bits": 8 * room / weights,
+        "bytes": used,
+        "bits_per_weight": 8 * used / weights,
+        "weights": weights,
+        "kl": sum(cost[spec] for cost, spec in zip(costs, taken, strict=True)),
+        "counts": {scheme: names.count(scheme) for scheme in schemes if scheme in names},
+        "quantized": sum(scheme != SIXTEEN_BIT for scheme in names),
+        "uniform": _uniform(groups, costs),
+        "layers": layers,
+        "kept": kept,
+    }
+
+
+def _why_kept(group: Group, cost: Mapping[QuantSpec | None, float]) -> str:
+    """The reason for 16 bit: what the cheapest other format would have cost and saved."""
+    other = min((spec for spec in cost if spec is not None), key=lambda spec: cost[spec])
+    saved = size(group.sizes[None] - group.sizes[other]).replace("\u00a0", " ")
+    return (
+        f"the budget has room for it: {other.scheme} would cost a KL of "
+        f"{significant(cost[other])} and save {saved}"
+    )
+
+
+def _uniform(
+    groups: Sequence[Group], costs: Sequence[Mapping[QuantSpec | None, float]]
+) -> list[dict[str, Any]]:
+    """Every format that all groups can have: its bits a weight, and its sum of KL."""
+    weights = sum(group.weights for group in groups)
+    common = [s for s in costs[0] if s is not None and all(s in cost for cost in costs)]
+    return [
+        {
+            "scheme": spec.scheme,
+            "bits_per_weight": 8 * sum(group.sizes[spec] for group in groups) / weights,
+            "kl": sum(cost[spec] for cost in costs),
+        }
+        for spec in common
+    ]

@@ -1,0 +1,160 @@
+"""Mixed precision under a budget, the whole way: what it leaves, refuses and goes on from."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small import SMALL, composed, die, forked
+from test_run import files
+from transformers import AutoModelForCausalLM
+
+from compress import pipeline, sensitivity
+from compress.config import Config
+from compress.errors import ConfigError, UserError
+from compress.runtime.loader import load
+from compress.tensors import TensorFiles
+
+Small = Callable[..., Config]
+
+W4 = ("quantize=w4a16", "quantize.rounding=nearest", "quantize.group_size=64")
+WHOLE = (*W4, "extend=off", "extend.steps=0")
+BUILD = "stages=[plan,calibrate,quantize]"
+LEFT_16 = ("q_proj", "k_proj", "v_proj")
+
+
+def manifest(out: Path, stage: str) -> dict[str, Any]:
+    return json.loads((out / "stages" / f"{stage}.json").read_text())["metrics"]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A run with room for 10 bits a weight: 4, 8 and 16 bit."""
+    out = tmp_path_factory.mktemp("mixed") / "run"
+    stages = "stages=[plan,calibrate,quantize,export,score,report]"
+    arguments = ["recipe=tiny", f"model.path={tiny_model}", f"out={out}", *SMALL, *WHOLE, stages]
+    pipeline.run(composed(*arguments, "budget=10", "score.tasks=[]"))
+    return out
+
+
+def test_the_mean_is_within_the_budget_and_near_it(mixed: Path) -> None:
+    found = manifest(mixed, "allocate")
+    assert 9.5 < found["bits_per_weight"] <= 10
+    assert set(found["counts"]) == {"W8A16", "16 bit"}
+    # Counted again, from the tensors on disk.
+    tensors = load_file(mixed / "checkpoint" / "model.safetensors")
+    stored = sum(
+        t.numel() * t.element_size()
+        for name, t in tensors.items()
+        if ".layers." in name
+        and "norm" not in name
+        and not name.endswith(("weight_shape", "bias"))
+        and not any(kept in name for kept in LEFT_16)
+    )
+    assert stored == found["bytes"] <= 10 / 8 * found["weights"]
+
+
+def test_the_manifest_names_the_layers_kept_and_why(mixed: Path) -> None:
+    found = manifest(mixed, "allocate")
+    tensors = load_file(mixed / "checkpoint" / "model.safetensors")
+    kept = {n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight")}
+    assert {n for n in kept if not n.endswith(LEFT_16)} == set(found["kept"]) != set()
+    assert all("would cost a KL of" in why for why in found["kept"].values())
+    assert found["kl"] == pytest.approx(
+        sum(layer["kl"].get(layer["taken"], 0) for layer in found["layers"])
+    )
+    assert found["kl"] < min(row["kl"] for row in found["uniform"])
+
+
+def test_a_budget_in_bytes_is_kept_to_on_disk_and_every_loader_reads_it(small: Small) -> None:
+    out = pipeline.run(small(*WHOLE, "stages=[plan,calibrate,quantize,export]", "budget=1.2MB"))
+    folder = out / "checkpoint"
+    weights = sum(file.stat().st_size for file in TensorFiles.files(folder))
+    assert 1_150_000 < weights <= 1_200_000
+    planned = manifest(out, "plan")["bytes"]["after"]["total"]
+    assert planned <= 1_200_000
+    assert planned == pytest.approx(weights, rel=0.03)
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    targets = [name for group in config["config_groups"].values() for name in group["targets"]]
+    assert len(config["config_groups"]) > 1
+    assert len(targets) == len(set(targets)) == manifest(out, "allocate")["quantized"]
+    assert not set(targets) & set(config["ignore"])
+    assert "W8A16" in manifest(out, "quantize")["scheme"]
+    ids = torch.arange(20, 40).unsqueeze(0)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        wanted, found = theirs(ids).logits, load(folder, dtype=torch.float32)(ids).logits
+    assert (wanted - found).abs().max() < 0.01 * wanted.abs().max()
+
+
+def test_what_cannot_be_is_refused_with_the_least_that_can(small: Small) -> None:
+    with pytest.raises(UserError, match=r"budget=4: .* wanted budget=4\.25 or more") as caught:
+        pipeline.run(small(*WHOLE, BUILD, "budget=4"))
+    assert "\n" not in str(caught.value)
+    assert not (Path(small().out or "") / "stages" / "calibrate.json").exists()  # plan said it
+    with pytest.raises(UserError, match=r"budget=10MB: all fits in 16 bit"):
+        pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=10MB"))
+
+
+@pytest.mark.parametrize("budget", ["much", "0", "4TB"])
+def test_what_is_no_budget_is_refused_before_anything(small: Small, budget: str) -> None:
+    with pytest.raises(ConfigError, match=r"wanted bits a weight such as 4\.5"):
+        small(f"budget={budget}")
+
+
+def test_int8_chooses_between_int8_and_16_bit(small: Small) -> None:
+    out = pipeline.run(small("quantize=w8a8", "stages=[calibrate,quantize]", "budget=12"))
+    found = manifest(out, "allocate")
+    assert set(found["counts"]) == {"W8A8", "16 bit"}
+    assert manifest(out, "quantize")["scheme"] == "W8A8"
+
+
+def test_without_a_budget_the_stage_is_not_there(small: Small) -> None:
+    assert "allocate" not in small().stages
+    assert small("budget=5").stages[2:4] == ["allocate", "quantize"]
+    with pytest.raises(ConfigError, match="allocate runs with a budget alone"):
+        small("only=allocate")
+
+
+def test_quantize_alone_wants_the_assignment(small: Small) -> None:
+    pipeline.run(small(*WHOLE, BUILD))
+    with pytest.raises(UserError, match="run the stage allocate first"):
+        pipeline.run(small(*WHOLE, BUILD, "budget=5", "only=quantize", "force=[quantize]"))
+
+
+def test_a_changed_budget_is_refused_by_name_then_rebuilt(small: Small) -> None:
+    out = pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=5"))
+    before = manifest(out, "allocate")["bytes"]
+    with pytest.raises(UserError, match=r"budget was .5., is now .6.*force=\[allocate\]"):
+        pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=6"))
+    pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=6", "force=[allocate]"))
+    assert manifest(out, "allocate")["bytes"] > before
+
+
+def killed(config: Config, after: int) -> None:
+    """Run, and die when allocate has done `after` blocks."""
+
+    def dying(items: Iterable[object], what: str, *_: object, **__: object) -> Iterator[object]:
+        for number, item in enumerate(items):
+            if number == after:
+                die()
+            yield item
+
+    sensitivity.progress = dying  # type: ignore[attr-defined, assignment]
+    pipeline.run(config)
+
+
+def test_killed_it_goes_on_and_ends_with_the_same_bytes(small: Small, tmp_path: Path) -> None:
+    settings = (*WHOLE, "stages=[calibrate,quantize]", "budget=6")
+    assert forked(lambda: killed(small(*settings), 2)) == -9
+    out, other = Path(small().out or ""), tmp_path / "other"
+    assert forked(lambda: pipeline.run(small(*settings))) == 0
+    assert "allocate: goes on" in (out / "log.txt").read_text()
+    assert forked(lambda: pipeline.run(small(*settings, f"out={other}"))) == 0
+    for stage in ("allocate", "quantize"):
+        assert files(out / "stages" / stage) == files(other / "stages" / stage)
+    assert manifest(out, "allocate") == manifest(other, "allocate")
