@@ -116,9 +116,15 @@ def clip_of(
     return search_clip(weight, even_rows(fake_quantize(inputs, spec), [weight]), spec, dtype)
 
 
+def error_of_rtn(weight: Tensor, rows: Tensor, spec: QuantSpec, dtype: torch.dtype) -> float:
+    """|Y - Y'| / |Y| of a weight [N, K] rounded to nearest, on `rows` [R, K]."""
+    plain = fake_quantize(rows, spec) @ rtn(weight, spec, dtype).dequantize().T
+    return _relative(rows.float() @ weight.float().T, plain)
+
+
 def report_on(
     name: str,
-    original: Tensor,
+    error_rtn: float,
     weight: Tensor,
     quantized: QTensor,
     rows: Tensor,
@@ -126,18 +132,17 @@ def report_on(
     strength: float | None,
     dtype: torch.dtype,
 ) -> LayerReport:
-    """Measure a rounded weight on `rows` [R, K]; original, weight [N, K]: before and after
-    smoothing.
+    """Measure a rounded weight on `rows` [R, K]; weight [N, K]: as it was smoothed; error_rtn: by
+    `error_of_rtn`, before that.
     """
     spec = quantized.spec
     inputs = rows.float() if divided is None else rows.float() / divided
-    plain = fake_quantize(rows, spec) @ rtn(original, spec, dtype).dequantize().T
     kept = fake_quantize(inputs, spec) @ quantized.dequantize().T
     return LayerReport(
         name=name,
         # What smoothing divided the layer's own outputs by is no error of it.
         error=_relative(inputs @ weight.float().T, kept),
-        error_rtn=_relative(rows.float() @ original.float().T, plain),
+        error_rtn=error_rtn,
         smooth=strength,
         clip=float((quantized.scales.float() / stored_scales(weight, spec, dtype).float()).mean()),
     )

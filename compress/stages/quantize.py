@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compress import checkpoint, choices, guards, heldout
-from compress.algorithms.blockwise import LayerReport, clip_of, report_on, smooth_block, weight_of
+from compress.algorithms.blockwise import (
+    LayerReport,
+    clip_of,
+    error_of_rtn,
+    report_on,
+    smooth_block,
+    weight_of,
+)
 from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
 from compress.algorithms.learned import RoundingLinear, learn, relative_error
 from compress.algorithms.rtn import rtn
@@ -195,7 +202,11 @@ class BlockWork:
                     streams.advance(FULL, block, self.index)
             if dtype == torch.float16:
                 guards.scale_into_range(self.model.config, block, local)
-            original = {name: weight_of(block, name).clone() for name in specs}
+            with self.clock.part("reporting"):
+                errors_rtn = {
+                    name: error_of_rtn(weight_of(block, name), local[f"{name}.rows"], spec, dtype)
+                    for name, spec in specs.items()
+                }
             divided: dict[str, Tensor] = {}
             strengths: dict[str, float] = {}
             if self.options.smooth:
@@ -215,7 +226,7 @@ class BlockWork:
                     reports.append(
                         report_on(
                             prefix + name,
-                            original[name],
+                            errors_rtn[name],
                             weight_of(block, name),
                             weight,
                             local[f"{name}.rows"],

@@ -11,7 +11,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from compress.algorithms import rope
-from compress.algorithms.blockwise import even_rows, report_on, smooth_block
+from compress.algorithms.blockwise import error_of_rtn, even_rows, report_on, smooth_block
 from compress.algorithms.rtn import rtn, scales_for, search_clip
 from compress.algorithms.smooth import fake_quantize, search_strength, tied
 from compress.algorithms.soft_labels import kl_top_k, top_k
@@ -173,14 +173,15 @@ def test_smoothing_a_block_does_not_change_what_it_computes() -> None:
 def test_a_layer_report_says_what_the_layer_does() -> None:
     weight, rows = weights(16, 64), weights(128, 64, seed=6)
     quantized = rtn(weight, W4, torch.float32)
-    report = report_on("x", weight, weight, quantized, rows, None, None, torch.float32)
+    plain = error_of_rtn(weight, rows, W4, torch.float32)
+    report = report_on("x", plain, weight, quantized, rows, None, None, torch.float32)
     error = (rows @ (weight - quantized.dequantize()).T).norm() / (rows @ weight.T).norm()
     assert report.error == pytest.approx(float(error), rel=1e-4)
     assert report.error == pytest.approx(report.error_rtn, rel=1e-6)
     assert report.smooth is None
     assert report.clip == pytest.approx(1.0)
     halved = rtn(weight, W4, torch.float32, 0.5)
-    report = report_on("x", weight, weight, halved, rows, None, 0.3, torch.float32)
+    report = report_on("x", plain, weight, halved, rows, None, 0.3, torch.float32)
     assert report.clip == pytest.approx(0.5)
     assert report.error > report.error_rtn
 
