@@ -19,7 +19,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
     """The card of a checkpoint made by `recipe` from `model` (a hub id, or a path).
 
-    `metrics_by_stage` maps the stages that ran (plan, calibrate, quantize, distill, extend) to
+    `metrics_by_stage` maps the stages that ran (plan, calibrate, allocate, quantize, ...) to
     their figures; a part of the card whose stage did not run is left out. The text holds no time,
     date or path of this machine: equal inputs give equal bytes, as the rest of the checkpoint does.
     """
@@ -34,7 +34,7 @@ def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
     environment.filters.update(size=words.size, count=words.count, significant=words.significant)
     stages = {
         name: metrics_by_stage.get(name)
-        for name in ("plan", "calibrate", "quantize", "distill", "extend")
+        for name in ("plan", "calibrate", "allocate", "quantize", "distill", "extend")
     }
     name = model_name(model)
     scheme = _scheme(stages)

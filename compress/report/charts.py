@@ -13,6 +13,9 @@ from compress.report.tasks import change, label
 Figures = Mapping[str, Any]
 Layer = Mapping[str, Any]
 
+FORMATS = ("aside", "before", "after", "fourth", "fifth")
+"""Styles of the formats that a layer can have, in their order."""
+
 PERCENTILES = ("p50", "p95", "p99")
 
 
@@ -89,6 +92,45 @@ def outliers(layers: Sequence[Layer]) -> Markup:
 
     key = plots.legend([("mean absolute value", "before"), ("largest absolute value", "after")])
     return key + _panels(layers, draw, same=("absmax", "mean_abs"))
+
+
+def formats(layers: Sequence[Layer]) -> list[str]:
+    """The formats that any of the layers could have beside 16 bit."""
+    return list(dict.fromkeys(scheme for row in layers for scheme in row["kl"]))
+
+
+def sensitivities(layers: Sequence[Layer]) -> Markup:
+    """KL of the whole model where one group of linears alone is in a format, by logarithm: a plot
+    a kind, a line a format, a ring around what was taken.
+
+    16 bit, whose KL is 0, has its rings on the lowest line.
+    """
+    schemes = formats(layers)
+    styles = {scheme: FORMATS[i % len(FORMATS)] for i, scheme in enumerate(schemes)}
+    known = [kl for row in layers for kl in row["kl"].values() if kl and kl > 0]
+    foot = min(known, default=1.0) / 2
+    scale = axis([*known, foot], log=True)
+
+    def draw(kind: str, rows: list[tuple[int, Layer]]) -> Markup:
+        series = [
+            Series(
+                scheme,
+                styles[scheme],
+                [(block, row["kl"].get(scheme)) for block, row in rows],
+                titles=[
+                    f"{row['name']} in {scheme}: {words.significant(row['kl'].get(scheme))}"
+                    for _, row in rows
+                ],
+            )
+            for scheme in schemes
+        ]
+        taken = [(block, max(row["kl"].get(row["taken"]) or 0, foot)) for block, row in rows]
+        series.append(Series("taken", "taken", taken, line=False))
+        scales = Scales(_block_axis(rows), scale, "block", kind, words.count)
+        return plots.xy(series, scales, 130)
+
+    key = plots.legend([*styles.items(), ("taken", "taken")])
+    return key + _panels(layers, draw, same=("name",))
 
 
 def _block_axis(rows: list[tuple[int, Layer]]) -> plots.Axis:

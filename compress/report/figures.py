@@ -14,7 +14,7 @@ from compress import machine
 from compress.report.verdict import verdict
 from compress.stage import Run
 
-SECTIONS = ("plan", "calibrate", "quantize", "distill", "extend", "export")
+SECTIONS = ("plan", "calibrate", "allocate", "quantize", "distill", "extend", "export")
 """The stages whose figures are taken over whole, each under its own name."""
 
 

@@ -1,7 +1,8 @@
 """allocate: which linear gets how many bits, so that a budget is kept at the least loss."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from compress import checkpoint, choices, guards
 from compress.algorithms.budget import Option, assign
+from compress.artifact import fingerprint, write_json
 from compress.choices import SIXTEEN_BIT, Group, scheme_name
 from compress.errors import ConfigError, UserError
 from compress.log import logger
@@ -22,6 +24,8 @@ from compress.stages.calibrate import WINDOWS
 from compress.stages.plan import tensor_elements
 from compress.structure import stored_name
 
+FILE = "sensitivities.json"
+
 
 @dataclass(kw_only=True)
 class Allocate:
@@ -29,7 +33,7 @@ class Allocate:
 
     What each group of linears costs in each format, alone, is measured as KL on calibration text
     (`Sensitivity`), and the sum of these is made least within the budget (`assign`). Off without a
-    budget.
+    budget; another budget on the same measurements (force=[allocate]) takes seconds.
 
     choices: schemes to choose from beside 16 bit, such as [W4A16 g64, W8A16]; empty: those that go
     with the recipe's. Without INT8 activations these are 4 bit in the recipe's groups, 4 bit in
@@ -89,7 +93,7 @@ class Allocate:
         )
         windows = load_file(statistics / WINDOWS)
         ids, mask = (windows[n][: self.windows, : self.length] for n in ("ids", "mask"))
-        costs = self._measure(run, model, groups, ids, mask, dtype)
+        costs = self._measure(run, out, model, groups, ids, mask, dtype)
         options_of = [
             [Option(group.sizes[spec], cost[spec]) for spec in group.sizes]
             for group, cost in zip(groups, costs, strict=True)
@@ -132,13 +136,14 @@ class Allocate:
     def _measure(
         self,
         run: Run,
+        out: Path,
         model: BlockModel,
         groups: Sequence[Group],
         ids: torch.Tensor,
         mask: torch.Tensor,
         dtype: torch.dtype,
     ) -> list[dict[QuantSpec | None, float]]:
-        """KL of each group in each of its formats; 0 in 16 bit."""
+        """KL of each group in each of its formats; 0 in 16 bit. Kept in `out`."""
         variants: list[list[Variant]] = [[] for _ in range(len(model))]
         places: list[list[tuple[QuantSpec, int, int]]] = []
         blocks = {f"{model.block_name(index)}.": index for index in range(len(model))}
@@ -150,13 +155,34 @@ class Allocate:
                 places_of.append((spec, index, len(variants[index])))
                 variants[index].append(Variant(local, spec))
             places.append(places_of)
-        kl = Sensitivity(
-            model, ids, mask, variants, run.artifacts["statistics"], dtype, run.work, self.batch
-        ).measure()
+        key = {
+            "calibrate": run.manifests["calibrate"]["fingerprint"],
+            "device": run.config.device,
+            "allocate": asdict(self),
+            "variants": [[asdict(variant) for variant in block] for block in variants],
+        }
+        kl = _measured_before(run, key)
+        if kl is None:
+            kl = Sensitivity(
+                model, ids, mask, variants, run.artifacts["statistics"], dtype, run.work, self.batch
+            ).measure()
+        write_json(out / FILE, {"key": fingerprint(key), "kl": kl})
         return [
             {**{spec: kl[index][number] for spec, index, number in places_of}, None: 0.0}
             for places_of in places
         ]
+
+
+def _measured_before(run: Run, key: Mapping[str, Any]) -> list[list[float]] | None:
+    """The KL of the same variants from an earlier run of the stage with another budget, if any."""
+    file = run.work.parents[1] / Allocate.name / FILE
+    if not file.exists():
+        return None
+    found = json.loads(file.read_text())
+    if found["key"] != fingerprint(key):
+        return None
+    logger.info("  sensitivities were measured before, for another budget")
+    return found["kl"]
 
 
 def _elements(model: BlockModel) -> dict[str, int]:

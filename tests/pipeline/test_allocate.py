@@ -69,6 +69,18 @@ def test_the_manifest_names_the_layers_kept_and_why(mixed: Path) -> None:
     assert found["kl"] < min(row["kl"] for row in found["uniform"])
 
 
+def test_the_report_draws_it(mixed: Path) -> None:
+    report = json.loads((mixed / "report.json").read_text())
+    assert report["allocate"]["budget"] == "10"
+    html, markdown = ((mixed / f"report.{kind}").read_text() for kind in ("html", "md"))
+    assert "Where the bits went" in html
+    assert "gate_proj+up_proj" in html
+    assert "Budget 10: 10.00 bits a weight" in markdown
+    assert "| W8A16 |" in markdown
+    card = (mixed / "checkpoint" / "README.md").read_text()
+    assert f"{manifest(mixed, 'allocate')['quantized']} linear layers are stored" in card
+
+
 def test_a_budget_in_bytes_is_kept_to_on_disk_and_every_loader_reads_it(small: Small) -> None:
     out = pipeline.run(small(*WHOLE, "stages=[plan,calibrate,quantize,export]", "budget=1.2MB"))
     folder = out / "checkpoint"
@@ -133,6 +145,7 @@ def test_a_changed_budget_is_refused_by_name_then_rebuilt(small: Small) -> None:
         pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=6"))
     pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=6", "force=[allocate]"))
     assert manifest(out, "allocate")["bytes"] > before
+    assert "sensitivities were measured before" in (out / "log.txt").read_text()
 
 
 def killed(config: Config, after: int) -> None:
