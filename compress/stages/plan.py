@@ -12,11 +12,12 @@ from compress import choices, engines
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.model import linear_shapes, skeleton, storage_dtype, tied_names
+from compress.preflight import preflight
 from compress.report import words
 from compress.runtime.cache import KV_CACHES, bytes_per_token, make_cache
 from compress.source import read_config
 from compress.stage import Run
-from compress.structure import head_names, stored_name
+from compress.structure import stored_name
 from compress.tensors import TensorFiles
 
 SIXTEEN_BIT = 2  # bytes
@@ -62,15 +63,8 @@ class Plan:
         folder = run.artifacts["dense"]
         options = run.config.model
         config = read_config(folder, options.trust_remote_code)
-        quantize = run.config.quantize
         shapes = linear_shapes(config, options.trust_remote_code)
-        chosen = engines.preflight(
-            shapes,
-            quantize.spec,
-            run.config.engine,
-            quantize.keep,
-            head_names(skeleton(config, torch.bfloat16, options.trust_remote_code)),
-        )
+        chosen = preflight(config, run.config)
         kv_cache = run.config.serve.kv_cache
         make_cache(kv_cache, config)  # refuses a model that it cannot be had for
         sizes = tensor_elements(folder)

@@ -87,6 +87,36 @@ def test_chats_are_padded_masked_and_their_template_counted(
     assert 0 < found.template_tokens < found.ids.numel()
 
 
+def test_chats_that_are_short_cut_or_empty_are_counted(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "What is a list? " * 20
+    chats: list[data.Document] = [
+        [{"role": "user", "content": text}] for text in ("Hi", "", words, "Yes")
+    ]
+    template = "{% for m in messages if m.content %}<|user|>{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    found = cut(chats, tokenizer, count=3, length=32)
+    assert (found.available, len(found.ids) + found.dropped) == (4, 3)
+    whole = cut(chats, tokenizer, count=4, length=32)
+    assert (whole.available, whole.short, whole.cut, whole.dropped) == (4, 2, 1, 1)
+    assert len(whole.ids) == 3
+    assert bool(whole.mask.any(1).all())
+    # One token of template each; of the conversation that is cut, the part that is left.
+    total = len(tokenizer(f"<|user|>{words}", add_special_tokens=False)["input_ids"])
+    assert whole.template_tokens == 2 + round(32 / total)
+    with pytest.raises(UserError, match="no token in its conversations"):
+        cut([[{"role": "user", "content": ""}]], tokenizer, count=1)
+
+
+def test_short_texts_are_joined_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    docs: list[data.Document] = ["A short line. " * 2, "A short line. " * 60, " \n"]
+    found = cut(docs, tokenizer, count=1)
+    body = len(tokenizer("\n\n".join(map(str, docs)), add_special_tokens=False)["input_ids"])
+    assert (found.available, found.short, found.dropped) == (body // 31, 1, 1)
+    assert int(found.mask.min()) == 1
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_tables_are_read_by_column(suffix: str, tmp_path: Path) -> None:
     rows = [{"body": f"document {n}"} for n in range(40)]

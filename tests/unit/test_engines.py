@@ -1,4 +1,5 @@
 import pytest
+import torch
 from transformers import AutoConfig
 
 from compress.engines import ENGINES, matching, preflight, saved_bytes
@@ -139,6 +140,40 @@ def test_group_size_falls_to_the_largest_that_divides_every_layer():
     weights = 2 * (576 * 576 + 3 * 576 * 1536)
     assert f"{2 * weights / 128 / 1e6:.1f} MB" == "0.1 MB"
     assert note == "groups of 64, not 128, which does not divide K = 576: 0.1 MB more of scales"
+
+
+@pytest.mark.parametrize("engine", ["any", "sglang"])
+def test_float32_is_refused_where_no_kernel_takes_it(engine):
+    with pytest.raises(UserError, match=r"model\.dtype is float32, and sglang's kernels take bf"):
+        preflight(SMOL, W8A8, engine, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "note"),
+    [
+        ("vllm", torch.float32, "float32 in vLLM runs on CPU only"),
+        ("native", torch.float16, "float16 runs as bfloat16 on CPU"),
+        ("vllm", torch.float16, None),
+        ("any", torch.bfloat16, None),
+    ],
+)
+def test_what_an_engine_does_with_a_dtype_is_told(engine, dtype, note):
+    plain = preflight(SMOL, W8A8, engine).notes
+    found = [n for n in preflight(SMOL, W8A8, engine, dtype=dtype).notes if n not in plain]
+    assert len(found) == (note is not None)
+    assert all(n.startswith(str(note)) for n in found)
+
+
+def test_guarded_layers_stay_with_their_partner_reason_and_cost():
+    gate, up = "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"
+    chosen = preflight(SMOL, W8A8, "any", guarded={gate: "its scales underflow"})
+    assert {gate, up} <= set(chosen.ignore)
+    assert chosen.reasons[gate] == "its scales underflow"
+    assert "fuse gate and up" in chosen.reasons[up]
+    # A byte less a weight, two bytes more a row of scales: 1536 x 576 - 2 x 1536.
+    assert saved_bytes((1536, 576), W8A8) == 881_664
+    (note,) = (n for n in chosen.notes if "underflow" in n)
+    assert note == "16 bit: 1 × gate_proj (its scales underflow), 0.9 MB more"
 
 
 def test_group_size_that_divides_stays():
