@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.artifact import write_json
 from compress.errors import UserError
 from compress.qtensor import QTensor, QuantSpec, pack_int32, unpack_int32
-from compress.tensors import INDEX, SINGLE, TensorFiles
+from compress.tensors import INDEX, SINGLE, TensorFiles, ToWrite, tensor_names, write_stream
 
 
 def quantization_config(specs: Mapping[str, QuantSpec], ignore: list[str]) -> dict[str, Any]:
@@ -161,81 +160,74 @@ LEFT_BEHIND = ("config.json", INDEX, "README.md")
 
 def write(
     folder: Path,
-    parts: Iterable[Mapping[str, Tensor]],
+    tensors: Mapping[str, ToWrite],
     config: Mapping[str, Any],
     like: Path,
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model folder: `parts` as shards, `config`, and all else (tokenizer, ...) of `like`.
+    """Write a model folder: `tensors` as shards, `config`, and all else (tokenizer, ...) of `like`.
 
-    Memory is that of one shard. A single shard is called model.safetensors.
+    Memory is that of a part of one tensor. A single shard is called model.safetensors.
     """
-    shards: list[tuple[Path, list[str]]] = []
-    waiting: dict[str, Tensor] = {}
-    waiting_bytes = total = 0
-
-    def flush() -> None:
-        file = folder / f"shard-{len(shards):05d}.tmp"
-        file.touch()
-        mode = file.stat().st_mode
-        save_file({n: t.contiguous() for n, t in waiting.items()}, file, {"format": "pt"})
-        file.chmod(mode)  # safetensors writes by way of a temporary file that is its owner's alone
-        shards.append((file, list(waiting)))
-        waiting.clear()
-
-    for part in parts:
-        size = sum(t.numel() * t.element_size() for t in part.values())
-        if waiting and waiting_bytes + size > shard_bytes:
-            flush()
-            waiting_bytes = 0
-        waiting.update(part)
-        waiting_bytes, total = waiting_bytes + size, total + size
-    flush()
-
-    if len(shards) == 1:
-        shards[0][0].rename(folder / SINGLE)
-    else:
-        weight_map: dict[str, str] = {}
-        for number, (file, names) in enumerate(shards, 1):
-            final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            file.rename(folder / final)
-            weight_map |= dict.fromkeys(names, final)
+    shards = _shards(tensors, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = SINGLE if len(shards) == 1 else several
+        # The widest first, so that each begins at a multiple of its width.
+        ordered = sorted(shard, key=lambda name: (-tensors[name].dtype.itemsize, name))
+        sizes = {name: (tensors[name].dtype, tensors[name].shape) for name in ordered}
+        values = (part for name in ordered for part in tensors[name].values())
+        write_stream(folder / file, sizes, values, {"format": "pt"})
+        weight_map |= dict.fromkeys(ordered, file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
     write_json(folder / "config.json", dict(config))
     copy_companions(like, folder)
 
 
+def _shards(tensors: Mapping[str, ToWrite], shard_bytes: int) -> list[list[str]]:
+    """Names in their order, in runs of at most `shard_bytes`, or of one."""
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= tensor.nbytes
+    return shards
+
+
 def rewrite(
     source: Path, folder: Path, changed: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> None:
     """Write the model of `source` again with some tensors `changed` and another `config`."""
-    files = TensorFiles.files(source)
-    parts = (
-        {name: changed.get(name, tensor).cpu() for name, tensor in load_file(file).items()}
-        for file in files
-    )
-    write(folder, parts, config, source)
+    stored = _stored(source)
+    new = {name: ToWrite.of(changed[name]) for name in stored if name in changed}
+    write(folder, stored | new, config, source)
 
 
 def reshard(source: Path, folder: Path, *, shard_bytes: int) -> None:
     """Make `folder` the model of `source` in files of at most `shard_bytes`: by links where they
     are, else written again.
     """
-    files = TensorFiles.files(source)
-    if max(file.stat().st_size for file in files) <= shard_bytes:
+    if max(file.stat().st_size for file in TensorFiles.files(source)) <= shard_bytes:
         hand_on(source, folder)
         return
-    tensors = TensorFiles(source)
-    parts = (
-        {name: tensors[name]}
-        for file in files
-        for name in sorted(tensors)
-        if tensors.file_of[name] == file
-    )
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    write(folder, parts, config, source, shard_bytes=shard_bytes)
+    write(folder, _stored(source), config, source, shard_bytes=shard_bytes)
+
+
+def _stored(folder: Path) -> dict[str, ToWrite]:
+    """Every tensor of a model folder, file by file."""
+    files = TensorFiles.files(folder)
+    return {
+        name: ToWrite.stored(file, name) for file in files for name in sorted(tensor_names(file))
+    }
 
 
 def hand_on(source: Path, folder: Path) -> None:

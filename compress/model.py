@@ -132,12 +132,12 @@ class BlockModel:
                 if isinstance(module, QuantLinear):
                     module.to("meta")  # its kernel holds the weight too
 
-    def outside_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What lies outside the blocks, as stored, read one by one; a tied head is left out."""
+    def outside_names(self) -> Iterator[str]:
+        """Names of the tensors outside the blocks, as stored; a tied head is left out."""
         tied = {stored_name(self.config, name) for name in tied_names(self.skeleton)}
         for name in self.tensors:
             if not name.startswith(f"{self.prefix}.") and name not in tied:
-                yield name, self.tensors[name]
+                yield name
 
     def embed(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """What the first block gets for `ids` [B, T]: hidden states [B, T, H]."""

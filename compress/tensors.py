@@ -6,7 +6,8 @@ the tensor and the file are let go, which is why a file is opened anew for each 
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from compress.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PIECE = 1 << 24
+"""Values of a tensor that are in memory at a time while it is written."""
 
 
 class TensorFiles(Mapping[str, Tensor]):
@@ -24,7 +27,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.file_of = {name: file for file in self.files(folder) for name in _names(file)}
+        self.file_of = {name: file for file in self.files(folder) for name in tensor_names(file)}
         index = folder / INDEX
         if index.exists():
             wanted = json.loads(index.read_text())["weight_map"]
@@ -61,14 +64,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def chunks(self, name: str, elements: int) -> Iterator[tuple[int, Tensor]]:
         """A tensor in runs of rows of about `elements` values, each with its first row's number."""
-        if not self.shape(name):
-            yield 0, self[name]
-            return
-        rows, *row = self.shape(name)
-        step = max(1, elements // math.prod(row))
-        for first in range(0, rows, step):
-            with safe_open(self.file_of[name], framework="pt") as file:
-                yield first, file.get_slice(name)[first : first + step]
+        return _chunks(self.file_of[name], name, self.shape(name), elements)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, from its file's header alone."""
@@ -102,20 +98,64 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class ToWrite:
+    """A tensor of which dtype and shape are known, and the values read when its turn comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    values: Callable[[], Iterable[Tensor]]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "ToWrite":
+        """One that is in memory."""
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: [tensor])
+
+    @classmethod
+    def stored(cls, file: Path, name: str, dtype: torch.dtype | None = None) -> "ToWrite":
+        """One of a safetensors file; cast to `dtype`, if given, where it is floating-point."""
+        with safe_open(file, framework="pt") as opened:
+            part = opened.get_slice(name)
+            shape, now = tuple(part.get_shape()), DTYPES[part.get_dtype()]
+        then = dtype if dtype is not None and now.is_floating_point else now
+        return cls(then, shape, lambda: (v.to(then) for _, v in _chunks(file, name, shape, PIECE)))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _chunks(
+    file: Path, name: str, shape: Sequence[int], elements: int
+) -> Iterator[tuple[int, Tensor]]:
+    rows, *row = shape or (1,)
+    step = max(1, elements // max(1, math.prod(row)))
+    for first in range(0, rows, step):
+        with safe_open(file, framework="pt") as opened:
+            if shape:
+                yield first, opened.get_slice(name)[first : first + step]
+            else:
+                yield first, opened.get_tensor(name)
+
+
 def write_stream(
-    file: Path, sizes: Mapping[str, tuple[torch.dtype, Sequence[int]]], parts: Iterable[Tensor]
+    file: Path,
+    sizes: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    parts: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a safetensors file whose tensors need not fit in memory.
 
     sizes: dtype and shape of each tensor by name. parts: their values in the same order, whole or
     in pieces along the first dimension. Raises OSError, with the file's name, on a full disk.
     """
-    names = {dtype: stored for stored, dtype in DTYPES.items()}
-    entries, end = {}, 0
+    stored_as = {dtype: stored for stored, dtype in DTYPES.items()}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name, (dtype, shape) in sizes.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {
-            "dtype": names[dtype],
+            "dtype": stored_as[dtype],
             "shape": list(shape),
             "data_offsets": [start, end],
         }
@@ -135,7 +175,8 @@ def write_stream(
         raise ValueError(f"{file}: {found} bytes of tensors for {end}")
 
 
-def _names(file: Path) -> list[str]:
+def tensor_names(file: Path) -> list[str]:
+    """The names in a safetensors file. Raises UserError where it is missing or damaged."""
     if not file.exists():
         raise UserError(f"{file}: missing; the folder's index names it, download it again")
     try:

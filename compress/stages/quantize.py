@@ -1,6 +1,5 @@
 """quantize: from 16-bit weights to integers, a block at a time, written as engines read it."""
 
-import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress import checkpoint, choices, guards, heldout
@@ -36,6 +35,7 @@ from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
 from compress.streams import FULL, QUANTIZED, CalibrationStreams, swapped
 from compress.structure import feeds, knows
+from compress.tensors import ToWrite, tensor_names
 from compress.trainable import ScaleLinear
 
 ROUNDINGS = ("nearest", "gptq", "learned")
@@ -151,10 +151,14 @@ class Quantize:
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
         config["quantization_config"] = checkpoint.quantization_config(specs, ignore)
-        outside = ({n: _cast(t, dtype)} for n, t in model.outside_tensors())
-        inside = (load_file(_block_file(run.work, index)) for index in range(len(model)))
+        stored = {
+            name: ToWrite.stored(model.tensors.file_of[name], name, dtype)
+            for name in model.outside_names()
+        }
+        for file in (_block_file(run.work, index) for index in range(len(model))):
+            stored |= {name: ToWrite.stored(file, name) for name in tensor_names(file)}
         with clock.part("writing"):
-            checkpoint.write(out, itertools.chain(outside, inside), config, dense)
+            checkpoint.write(out, stored, config, dense)
         with clock.part("held-out"):
             measured = heldout.distance(
                 out,

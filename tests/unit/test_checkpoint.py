@@ -8,13 +8,14 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStrategy
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress import checkpoint
 from compress.errors import UserError
 from compress.qtensor import QTensor, QuantSpec, quantize
-from compress.tensors import TensorFiles
+from compress.tensors import TensorFiles, ToWrite
 
 SPECS = [
     QuantSpec(8, activation_bits=8),
@@ -160,8 +161,8 @@ def test_unpack_undoes_pack_through_a_file(spec: QuantSpec, tmp_path: Path) -> N
     assert read.spec == spec
 
 
-def parts() -> list[dict[str, Tensor]]:
-    return [{f"block.{i}.weight": torch.full((16, 16), float(i))} for i in range(5)]
+def parts() -> dict[str, ToWrite]:
+    return {f"block.{i}.weight": ToWrite.of(torch.full((16, 16), float(i))) for i in range(5)}
 
 
 def source(folder: Path) -> Path:
@@ -194,6 +195,34 @@ def test_shards_hold_every_tensor_once(tmp_path: Path, shard_bytes: int, files: 
         assert listing["metadata"]["total_size"] == 5 * 16 * 16 * 4
         assert {out / f for f in listing["weight_map"].values()} == set(found)
     assert not list(out.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_what_is_on_disk_is_written_in_pieces(
+    dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Integers of odd length before what is wider, and a number without rows."""
+    tensors = {
+        "ints": torch.arange(-7, 8, dtype=torch.int8).reshape(5, 3),
+        "weight": torch.randn(7, 3),
+        "shape": torch.tensor([5, 3]),
+        "step": torch.tensor(3.5),
+    }
+    file, out = tmp_path / "file", tmp_path / "out"
+    save_file(tensors, file)
+    out.mkdir()
+    monkeypatch.setattr("compress.tensors.PIECE", 6)
+    stored = {name: ToWrite.stored(file, name, dtype) for name in tensors}
+    assert len(list(stored["weight"].values())) == 4
+    checkpoint.write(out, stored, {}, source(tmp_path / "in"))
+    for name, read in load_file(out / "model.safetensors").items():
+        wanted = tensors[name]
+        wanted = wanted.to(dtype) if dtype and wanted.is_floating_point() else wanted
+        assert read.dtype == wanted.dtype
+        assert torch.equal(read, wanted)
+    with safe_open(out / "model.safetensors", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    assert (out / "config.json").stat().st_mode == (out / "model.safetensors").stat().st_mode
 
 
 def test_only_files_that_are_too_large_are_written_again(tmp_path: Path) -> None:
