@@ -60,7 +60,7 @@ def counts(windows: data.Windows) -> dict[str, int]:
 
 
 def token_divergence(windows: data.Windows, held: data.Windows, vocabulary: int) -> float:
-    """How much less likely held-out tokens are than calibration tokens, by the latter's counts.
+    """How many times as unlikely as calibration tokens held-out ones are, by the counts of the former.
 
     The ratio of two perplexities of the unigram model with one added to each count (Laplace): of
     the held-out tokens, and of each calibration window by the counts of all others. 1: the same
@@ -111,7 +111,7 @@ def text_notes(windows: data.Windows, held: data.Windows, tokens_diverge: float)
             "data.path=FILE with text of the domain that the model will serve"
         )
     if tokens_diverge > TOKENS_DIVERGE:
-        why = f"its tokens are {tokens_diverge:.1f} times less likely by the latter's counts"
+        why = f"its tokens are {tokens_diverge:.1f} times as unlikely by the latter's counts"
         notes.append(_another_kind(windows, held, why))
     return notes
 

@@ -179,7 +179,7 @@ def test_notes_tell_padding_cuts_template_and_another_kind_of_text() -> None:
     assert len(notes) == 5
     (kind,) = hygiene.text_notes(text, windows([[5]]), 2.1)[5:]
     assert "of another kind than the calibration text" in kind
-    assert "2.1 times less likely" in kind
+    assert "2.1 times as unlikely" in kind
 
 
 def test_a_clean_text_is_told_nothing_and_a_default_one_what_it_is() -> None:
