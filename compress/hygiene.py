@@ -60,7 +60,7 @@ def counts(windows: data.Windows) -> dict[str, int]:
 
 
 def token_divergence(windows: data.Windows, held: data.Windows, vocabulary: int) -> float:
-    """How many times as unlikely as calibration tokens held-out ones are, by the counts of the former.
+    """How many times as unlikely as calibration tokens held-out ones are, by counts of the former.
 
     The ratio of two perplexities of the unigram model with one added to each count (Laplace): of
     the held-out tokens, and of each calibration window by the counts of all others. 1: the same
