@@ -1,17 +1,20 @@
 """Mixed precision beside uniform precision in the same bytes, by this project's own pipeline.
 
-    .venv/bin/python benchmarks/budget.py --model FOLDER --data FOLDER
+    .venv/bin/python benchmarks/budget.py --model FOLDER --train FILE.txt --test FILE.txt
 
 For each uniform scheme: its checkpoint, and one with `budget=` the very bits a weight that it
-takes. Both are calibrated on the first 48 windows of 512 tokens of wikitext2_train.txt, rounded
-alike (--rounding), loaded from disk and judged in float32 on the first windows of
-wikitext2_test.txt, which nothing saw. Q, K and V stay in 16 bit (engine=vllm). Sensitivities are
-measured once. What is judged is kept in benchmarks/results/budget-ROUNDING.json and not done again.
+takes. Both are calibrated on the same windows of the training text and rounded alike, loaded from
+disk and judged in float32 on the first windows of the test text, which nothing saw. Sensitivities
+are measured once. Each result also holds the KL that was added up from the layers alone, by which
+the choice was made: how far it lies from the measured one is how far the proxy and additivity
+carry. What is judged is kept in benchmarks/results/budget-NAME.json and not done again;
+docs/fidelity.md gets its table from all such files.
 """
 
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -19,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fidelity_make import LENGTH, SAMPLES, prepare
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from compress import choices
-from compress.artifact import write_json
+from compress.artifact import write_json, write_text
 from compress.eval import fidelity
 from compress.machine import hardware, packages
 from compress.model import linear_shapes
@@ -33,17 +35,18 @@ from compress.runtime.loader import load
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-UNIFORM = (QuantSpec(4, 64), QuantSpec(4, 32), QuantSpec(8))
-CHOICES = "[W4A16,W4A16 g128,W4A16 g64,W4A16 g32,W8A16]"
+RESULTS, PAGE = HERE / "results", ROOT / "docs/fidelity.md"
+BEGIN, END = "<!-- budget: begin -->", "<!-- budget: end -->"
+STAGES = "run/stages"
 
 
-def bits_of(spec: QuantSpec, model: Path) -> float:
+def bits_of(spec: QuantSpec, options: argparse.Namespace) -> float:
     """Bits a weight of the linears that may be quantized, all in one scheme, scales counted."""
-    shapes = linear_shapes(AutoConfig.from_pretrained(model))
-    groups, _ = choices.offered(shapes, [spec], "vllm", [], ["lm_head"])
-    sizes = sum(group.sizes[spec] for group in groups)
+    shapes = linear_shapes(AutoConfig.from_pretrained(options.model))
+    groups, _ = choices.offered(shapes, [spec], options.engine, [], ["lm_head"])
+    size = sum(min(group.sizes.values()) for group in groups)
     # Upwards, so that the uniform choice itself is within the budget.
-    return math.ceil(8e6 * sizes / sum(group.weights for group in groups)) / 1e6
+    return math.ceil(8e6 * size / sum(group.weights for group in groups)) / 1e6
 
 
 def command(options: argparse.Namespace, spec: QuantSpec, budget: float | None) -> list[str]:
@@ -53,85 +56,116 @@ def command(options: argparse.Namespace, spec: QuantSpec, budget: float | None) 
         "recipe": "int4_7b",
         "stages": "[calibrate,quantize]",
         "model.path": options.model.absolute(),
-        "engine": "vllm",
+        "engine": options.engine,
         "data.path": work / "calibration.txt",
         "data.heldout": work / "heldout.txt",
-        "data.samples": SAMPLES,
-        "data.length": LENGTH,
-        "quantize.bits": 4 if budget else spec.bits,
-        "quantize.group_size": 64 if budget else spec.group_size or "null",
+        "data.samples": options.samples,
+        "data.length": options.length,
+        "quantize.bits": spec.bits,
+        "quantize.group_size": spec.group_size or "null",
         "quantize.rounding": options.rounding,
         "budget": budget or "null",
-        "allocate.choices": options.choices,
+        "allocate.choices": f"[{','.join(options.choices)}]",
+        "allocate.windows": options.sensitivity_windows,
         "force": "[allocate]" if budget else "[quantize]",
         "out": work / "run",
     }
     return [sys.executable, "-m", "compress", *(f"{name}={v}" for name, v in fields.items())]
 
 
-def judged(folder: Path, reference: fidelity.Reference, windows: Tensor) -> dict[str, Any]:
-    """How far the checkpoint of `folder` is from the original, a value a window."""
-    close = fidelity.compare_to(reference, load(folder, dtype=torch.float32), windows)
-    return {"kl": close.mean_kl, "top1": close.mean_top1, "ppl": close.perplexity[1]}
+def metrics(options: argparse.Namespace, stage: str) -> dict[str, Any]:
+    """What the stage's manifest says, with its seconds."""
+    manifest = json.loads((options.work / STAGES / f"{stage}.json").read_text())
+    return {**manifest["metrics"], "seconds": manifest["seconds"]}
+
+
+def made(
+    options: argparse.Namespace,
+    spec: QuantSpec,
+    budget: float | None,
+    reference: fidelity.Reference,
+    windows: Tensor,
+) -> dict[str, Any]:
+    """Compress and judge one checkpoint."""
+    subprocess.run(command(options, spec, budget), cwd=ROOT, check=True)
+    model = load(options.work / STAGES / "quantize", dtype=torch.float32)
+    close = fidelity.compare_to(reference, model, windows)
+    found = {
+        "kl": close.mean_kl,
+        "top1": close.mean_top1,
+        "ppl": close.perplexity[1],
+        "heldout_kl": metrics(options, "quantize")["heldout_kl"]["after"],
+    }
+    if budget is None:
+        return found
+    chosen = metrics(options, "allocate")
+    keys = ("tokens", "bits_per_weight", "kl", "counts", "uniform", "seconds")
+    taken = {layer["name"]: layer["taken"] for layer in chosen["layers"]}
+    return {**found, "allocate": {key: chosen[key] for key in keys} | {"taken": taken}}
 
 
 def run(options: argparse.Namespace) -> None:
-    """Make and judge what is missing, write the results."""
-    file = HERE / "results" / f"budget-{options.name or options.rounding}.json"
+    """Make and judge what is missing, write the results and the page's table."""
+    file = RESULTS / f"budget-{options.name}.json"
     done = json.loads(file.read_text())["results"] if file.exists() else {}
-    prepare("w4a16-g64", options.model, options.data / "wikitext2_train.txt", options.work)
+    options.work.mkdir(parents=True, exist_ok=True)
+    train = options.train.read_text(encoding="utf-8")
+    write_text(options.work / "calibration.txt", train[: -len(train) // 10])
+    write_text(options.work / "heldout.txt", train[-len(train) // 10 :])
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    text = (options.data / "wikitext2_test.txt").read_text(encoding="utf-8")
-    windows = fidelity.windows(text, tokenizer, options.windows, 1024)
+    test = options.test.read_text(encoding="utf-8")
+    windows = fidelity.windows(test, tokenizer, options.windows, options.window_tokens)
     reference = fidelity.remember(load(options.model, dtype=torch.float32), windows)
-    for spec in UNIFORM:
-        bits = bits_of(spec, options.model)
-        for budget, kind in ((bits, "mixed"), (None, "uniform")):
-            name = f"{spec.scheme} {kind}"
-            if name in done:
-                continue
-            print(name, file=sys.stderr, flush=True)
-            subprocess.run(command(options, spec, budget), cwd=ROOT, check=True)
-            stages = options.work / "run/stages"
-            stage = "allocate" if budget else "quantize"
-            manifest = json.loads((stages / f"{stage}.json").read_text())
-            metrics = manifest["metrics"]
-            keys = ("bits_per_weight", "kl", "counts", "uniform", "tokens")
-            done[name] = {
-                "bits_per_weight": bits,
-                **judged(stages / "quantize", reference, windows),
-                "heldout_kl": json.loads((stages / "quantize.json").read_text())["metrics"][
-                    "heldout_kl"
-                ]["after"],
-                "allocate": {key: metrics[key] for key in keys} if budget else None,
-                "taken": {layer["name"]: layer["taken"] for layer in metrics["layers"]}
-                if budget
-                else None,
-                "seconds": manifest["seconds"],
-            }
-            write_json(
-                file,
-                {
-                    "model": options.model.name,
-                    "rounding": options.rounding,
-                    "choices": options.choices,
-                    "judge": {"windows": len(windows), "tokens": 1024},
-                    "hardware": hardware(),
-                    "versions": packages(),
-                    "date": datetime.now(UTC).date().isoformat(),
-                    "results": done,
-                },
-            )
-    print(table(done))
+    for text in options.uniform:
+        spec = choices.parse_scheme(text)
+        assert spec is not None
+        bits = bits_of(spec, options)
+        pair = done.setdefault(text, {"bits_per_weight": bits})
+        for kind, budget in (("mixed", bits), ("uniform", None)):
+            if kind not in pair:
+                print(f"{text}: {kind}", file=sys.stderr, flush=True)
+                pair[kind] = made(options, spec, budget, reference, windows)
+                given = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
+                about = {"model": options.model.name, "test": options.test.name, **given}
+                about |= {"hardware": hardware(), "versions": packages()}
+                about["date"] = datetime.now(UTC).date().isoformat()
+                write_json(file, {**about, "results": done})
+    write_page()
 
 
-def table(results: dict[str, Any]) -> str:
-    """Markdown: a line each."""
-    lines = ["| bits a weight | | KL | top-1 | perplexity |", "|---|---|---|---|---|"]
-    for name, found in results.items():
+def write_page() -> None:
+    """Put the table of all results into docs/fidelity.md."""
+    found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("budget-*.json"))]
+    whole = PAGE.read_text(encoding="utf-8")
+    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
+    text = "\n\n".join(map(table, found))
+    write_text(PAGE, pattern.sub(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", whole))
+    print(text)
+
+
+def table(report: dict[str, Any]) -> str:
+    """One model and rounding: a line a budget."""
+    first = next(iter(report["results"].values()))["mixed"]["allocate"]
+    lines = [
+        f"{report['model']}, engine={report['engine']}, rounding {report['rounding']}, choices "
+        f"{', '.join(report['choices'])} and 16 bit; {report['samples']} calibration windows of "
+        f"{report['length']} tokens, sensitivities on {first['tokens']} tokens; judged on "
+        f"{report['windows']} windows of {report['window_tokens']} tokens of `{report['test']}`. "
+        f"{report['hardware']['cpu']}, {report['hardware']['cores']} cores.",
+        "",
+        "| bits a weight | uniform | its KL | mixed: KL | of the uniform's | added up: uniform "
+        "| mixed | linears |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for scheme, pair in report["results"].items():
+        mixed, uniform = pair["mixed"], pair["uniform"]
+        chosen = mixed["allocate"]
+        added = {row["scheme"]: row["kl"] for row in chosen["uniform"]}.get(scheme)
         lines.append(
-            f"| {found['bits_per_weight']:.3f} | {name} | {found['kl']:.4f} | "
-            f"{100 * found['top1']:.1f}% | {found['ppl']:.2f} |"
+            f"| {pair['bits_per_weight']:.3f} | {scheme} | {uniform['kl']:.5f} | "
+            f"{mixed['kl']:.5f} | {mixed['kl'] / uniform['kl']:.2f} | "
+            f"{'' if added is None else f'{added:.5f}'} | {chosen['kl']:.5f} | "
+            f"{', '.join(f'{count} {name}' for name, count in chosen['counts'].items())} |"
         )
     return "\n".join(lines)
 
@@ -141,15 +175,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
-    parser.add_argument("--data", type=Path, required=True, help="folder of the WikiText-2 texts")
-    parser.add_argument("--rounding", default="nearest", choices=("nearest", "gptq", "learned"))
-    parser.add_argument("--choices", default=CHOICES, help="allocate.choices")
-    parser.add_argument("--windows", type=int, default=8, help="of 1024 tokens, to judge on")
-    parser.add_argument("--name", help="of the results, budget-NAME.json; default: the rounding")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs/budget")
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="a Hugging Face folder")
+    add("--train", type=Path, required=True, help="text to calibrate on; its end is held out")
+    add("--test", type=Path, required=True, help="text to judge on")
+    add("--name", required=True, help="of the results, budget-NAME.json")
+    add("--engine", default="vllm")
+    add("--rounding", default="nearest", choices=("nearest", "gptq", "learned"))
+    add("--uniform", nargs="+", default=["W4A16 g64", "W4A16 g32", "W8A16"], metavar="SCHEME")
+    add("--choices", nargs="+", metavar="SCHEME", help="allocate.choices; default: --uniform")
+    add("--samples", type=int, default=48)
+    add("--length", type=int, default=512)
+    add("--sensitivity-windows", type=int, default=4)
+    add("--windows", type=int, default=8, help="to judge on")
+    add("--window-tokens", type=int, default=1024)
+    add("--work", type=Path, default=ROOT / "runs/budget")
     options = parser.parse_args()
-    for path in (options.model / "config.json", options.data / "wikitext2_train.txt"):
+    options.choices = options.choices or options.uniform
+    for path in (options.model / "config.json", options.train, options.test):
         if not path.exists():
             parser.error(f"{path}: no such file")
     run(options)
