@@ -1,9 +1,11 @@
 """What this runs on, and how much memory it takes."""
 
+import contextlib
 import gc
 import os
 import platform
 import resource
+import threading
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +47,45 @@ class PeakMemory:
         trace: TracebackType | None,
     ) -> None:
         self.peak = high_water()
+
+
+class PeakDisk:
+    """The most bytes that the files under `folder` held inside the `with`, as `peak`: looked at
+    every `interval` seconds, and at the end.
+    """
+
+    def __init__(self, folder: Path, interval: float = 0.5) -> None:
+        self.folder, self.interval, self.peak = folder, interval, 0
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._look_on, daemon=True)
+
+    def __enter__(self) -> "PeakDisk":
+        self._watch.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._watch.join()
+
+    def _look_on(self) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(self.interval)
+            self.peak = max(self.peak, disk_bytes(self.folder))
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes of all files under `folder`; of those that go meanwhile, none."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def high_water() -> int:

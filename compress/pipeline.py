@@ -13,7 +13,7 @@ from compress import data, log, source
 from compress.artifact import Artifact, differences, fingerprint, write_text
 from compress.config import STAGES, Config
 from compress.errors import UserError
-from compress.machine import PeakMemory, hardware, packages, release_memory
+from compress.machine import PeakDisk, PeakMemory, hardware, packages, release_memory
 from compress.stage import Run, Stage
 
 logger = log.logger
@@ -242,7 +242,7 @@ def _run_step(
     resumed = step.artifact.begin(step.key)
     logger.info(f"{step.name}{': goes on' if resumed else ''}")
     started, clock = datetime.now(UTC), time.monotonic()
-    with PeakMemory() as memory:
+    with PeakMemory() as memory, PeakDisk(step.artifact.work) as disk:
         inputs = Run(config, artifacts, step.artifact.work, manifests)
         metrics = step.stage.run(inputs, step.artifact.out)
     release_memory()
@@ -257,6 +257,7 @@ def _run_step(
         "metrics": metrics,
         "seconds": seconds,
         "peak_rss_bytes": memory.peak,
+        "temporary_disk_bytes": disk.peak,
         "resumed": resumed,
         "packages": packages(),
         "hardware": hardware(),

@@ -96,11 +96,12 @@ def _bits(plan: Mapping[str, Any] | None, export: Mapping[str, Any] | None) -> f
 
 
 def _stage(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("seconds", "peak_rss_bytes", "started", "finished")
+    keys = ("seconds", "peak_rss_bytes", "temporary_disk_bytes", "started", "finished")
     return {
         "name": name,
         "skipped": bool(manifest.get("skipped", False)),
         **{key: manifest.get(key) for key in keys},
+        "seconds_by_part": manifest["metrics"].get("seconds_by_part"),
     }
 
 

@@ -172,7 +172,7 @@ class Quantize:
             "layers": [asdict(layer) for layers in done if layers for layer in layers],
             "heldout_kl": {"before": 0.0, "after": measured.kl},
             "heldout": measured.asdict(),
-            "seconds": clock.seconds,
+            "seconds_by_part": clock.seconds,
             "notes": notes,
         }
 

@@ -126,6 +126,7 @@ def quantize() -> dict[str, Any]:
             for b, name in _names(QUANTIZED)
         ],
         "heldout_kl": {"after": 0.0131},
+        "seconds_by_part": {"search": 12.5, "writing": 0.25},
         "notes": ["v_proj stays in 16 bit: engines fuse q, k and v"],
     }
 
@@ -270,6 +271,7 @@ def fixture(folder: Path, *left_out: str) -> SimpleNamespace:
             "metrics": metrics(),
             "seconds": 3.7 * 2**i,
             "peak_rss_bytes": 1_000_000_000 + 10_000_000 * i,
+            "temporary_disk_bytes": 30_000_000,
             "packages": {"python": "3.11.2", "torch": "2.13.0"},
             "hardware": {
                 "cpu": "Fixture CPU",
@@ -315,6 +317,8 @@ def test_figures_hold_what_the_stages_said(run: SimpleNamespace) -> None:
         "skipped": True,
         "seconds": 3.7,
         "peak_rss_bytes": 1_000_000_000,
+        "temporary_disk_bytes": 30_000_000,
+        "seconds_by_part": None,
         "started": "2026-01-01T10:00:00+00:00",
         "finished": "2026-01-01T10:05:00+00:00",
     }
@@ -498,6 +502,7 @@ def test_page_shows_the_figures(run: SimpleNamespace) -> None:
         "81.3 tok/s",
         "−17.5 to −2.5",
         "1 min 58 s",
+        "Of quantize: search 12.5 s, writing 250 ms.",
         "from an earlier run",
         "24,576 tokens",
         "yarn",
@@ -561,7 +566,8 @@ def test_markdown_holds_verdict_and_tables(run: SimpleNamespace) -> None:
     assert "| time to first token, P99 | 138 ms | 106 ms |" in text
     row = "| knowledge | accuracy | 40 | 62.5 | 52.5 | −10.0 | −17.5 to −2.5 | 0 | 4 |"
     assert row in text
-    assert "| plan | 3.70 s | 1.00 GB | from an earlier run |" in text
+    assert "| plan | 3.70 s | 1.00 GB | 30.0 MB | from an earlier run |" in text
+    assert "Of quantize: search 12.5 s, writing 250 ms." in text
     assert "<script" not in text
 
 
