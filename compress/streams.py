@@ -15,14 +15,16 @@ from compress.hidden import HiddenStates
 from compress.model import BlockModel
 
 FULL, QUANTIZED = "full", "quantized"
+TOKENS = 4096
+"""Tokens that go through a block together: 180 MB of each activation of a 7B's MLP."""
 
 
 class CalibrationStreams:
     """Streams of the windows in `file` (ids and mask [n, T]) through `model`, kept in `work`.
 
-    batch: windows that go through a block together. For every block: `advance(FULL)` while it is
-    as it was, then what needs inputs and targets, then `advance(QUANTIZED)` when it is quantized,
-    and `commit`, from which an interrupted run goes on.
+    batch: windows that go through a block together, fewer where they have more than TOKENS. For
+    every block: `advance(FULL)` while it is as it was, then what needs inputs and targets, then
+    `advance(QUANTIZED)` when it is quantized, and `commit`, from which an interrupted run goes on.
     """
 
     def __init__(self, model: BlockModel, file: Path, work: Path, batch: int) -> None:
@@ -42,9 +44,13 @@ class CalibrationStreams:
         """Blocks that both streams have passed."""
         return self.states.done(QUANTIZED)
 
+    @property
+    def _together(self) -> int:
+        return max(1, min(self.batch, TOKENS // self.ids.shape[1]))
+
     def advance(self, name: str, block: nn.Module, index: int) -> None:
         """Send a stream through the block, to be kept at the next `commit`."""
-        for rows, hidden in self.states.batches(name, self.batch):
+        for rows, hidden in self.states.batches(name, self._together):
             call = self._call(rows, index)
             self.states.write(name, rows, block(hidden.to(self.model.device), **call))
 
@@ -108,7 +114,7 @@ class CalibrationStreams:
             for name in names
         ]
         try:
-            for rows, hidden in self.states.batches(QUANTIZED, self.batch):
+            for rows, hidden in self.states.batches(QUANTIZED, self._together):
                 seen.clear()
                 real = self.mask[rows].bool().to(self.model.device)
                 call = self._call(rows, index)
