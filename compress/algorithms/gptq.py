@@ -76,26 +76,20 @@ def gptq(
     spec: QuantSpec,
     dtype: torch.dtype,
     clip: Tensor | float = 1.0,
-) -> tuple[QTensor, Tensor]:
+) -> QTensor:
     """Round `weight` [N, K] so that |X (W - Q)^T|^2 is small, X being what `found` was made from.
 
     clip: a number, or [N, G], see `rtn.search_clip`. Scales are stored in `dtype`, and every
-    error is that of the stored scale. Returns, beside the rounded weight, what each weight had
-    become when its turn came, [N, K]: the rounded weight is that, rounded to nearest.
+    error is that of the stored scale.
     """
     scales = stored_scales(weight, spec, dtype, clip)
-    ints = torch.empty_like(weight, dtype=torch.int8)
-    before = torch.empty_like(weight, dtype=torch.float32)
-    for first in range(0, len(weight), TOGETHER):
-        rows = slice(first, first + TOGETHER)
-        ints[rows], before[rows] = _by_columns(weight[rows], scales[rows], found, spec)
-    return QTensor(ints, scales, spec), before
+    parts = zip(weight.split(TOGETHER), scales.split(TOGETHER), strict=True)
+    ints = torch.cat([_by_columns(part, scale, found, spec) for part, scale in parts])
+    return QTensor(ints, scales, spec)
 
 
-def _by_columns(
-    weight: Tensor, scales: Tensor, found: Factor, spec: QuantSpec
-) -> tuple[Tensor, Tensor]:
-    """Integers and what they were rounded from, [n, K] each, of some output channels."""
+def _by_columns(weight: Tensor, scales: Tensor, found: Factor, spec: QuantSpec) -> Tensor:
+    """Integers [n, K] of some output channels."""
     n, k = weight.shape
     # Transposed, so that a column of the weight is a run of memory: 3 times as fast.
     rest = weight.float().T[found.order]
@@ -112,5 +106,4 @@ def _by_columns(
             errors[column] = (value - rounded * scale) / upper[column, column]
             block[column + 1 :] -= upper[column, column + 1 :].unsqueeze(1) * errors[column]
         rest[last:] -= found.upper[first:last, last:].T @ errors
-    back = torch.argsort(found.order)
-    return ints[back].T, rest[back].T
+    return ints[torch.argsort(found.order)].T

@@ -4,8 +4,7 @@ SignRound (Cheng et al. 2023, arXiv:2309.05516), as in AutoRound: an offset of a
 for every weight, and a factor for every scale, learned by the signs of their gradients. What is
 compared is the output of the whole block, so that attention and MLP make up for their errors
 together, and its inputs are those that passed the blocks quantized before it, so that it makes
-up for theirs as well. It may start from GPTQ, which has made up for much of that already: nothing
-learned is then GPTQ's own rounding.
+up for theirs as well.
 """
 
 from collections.abc import Iterator, Mapping

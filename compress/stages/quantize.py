@@ -50,9 +50,9 @@ class Quantize:
     channel. keep: linears left in 16 bit, by full name, wildcard, or `re:` pattern.
     smooth: move outliers from activations to weights, strength searched per layer.
     clip: search the largest weight that is kept, per channel or group.
-    rounding: nearest; gptq (a column at a time, the rest makes up for it); or learned (from there
-    on, block by block, over `steps` steps of `batch` windows; `rate`: by how much of a weight's
-    step its rounding moves in the first).
+    rounding: nearest; gptq (a column at a time, the rest makes up for it); or learned (block by
+    block, over `steps` steps of `batch` windows; `rate`: by how much of a weight's step its
+    rounding moves in the first).
     """
 
     name: ClassVar[str] = "quantize"
@@ -70,7 +70,7 @@ class Quantize:
     rounding: str = "nearest"
     steps: int = 100
     batch: int = 8
-    rate: float = 0.005
+    rate: float = 0.01
 
     def __post_init__(self) -> None:
         problems = []
@@ -261,12 +261,20 @@ class BlockWork:
                 for n, spec in specs.items():
                     rows = statistics[f"{n}.rows"]
                     clips[n] = clip_of(weight_of(block, n), rows, divided.get(n), spec, dtype)
-        if streams is None:
-            with self.clock.part("rounding"):
-                return {n: rtn(weight_of(block, n), s, dtype, clips[n]) for n, s in specs.items()}
+        if streams is not None and self.options.rounding == "gptq":
+            return self._gptq(block, specs, clips, streams)
+        with self.clock.part("rounding"):
+            rounded = {n: rtn(weight_of(block, n), s, dtype, clips[n]) for n, s in specs.items()}
+        return rounded if streams is None else self._learned(block, rounded, streams)
 
+    def _gptq(
+        self,
+        block: nn.Module,
+        specs: Mapping[str, QuantSpec],
+        clips: Mapping[str, Tensor | float],
+        streams: CalibrationStreams,
+    ) -> dict[str, QTensor]:
         rounded: dict[str, QTensor] = {}
-        linears: dict[str, RoundingLinear] = {}
         with self.clock.part("Hessians"):
             hessians = streams.hessians(block, self.index, list(specs))
         while hessians:
@@ -274,15 +282,10 @@ class BlockWork:
             with self.clock.part("factors"):
                 found = self._factor(names[0], hessian)
             del hessian  # 485 MB for the down_proj of a 7B
-            for name in names:
-                weight, spec = weight_of(block, name), specs[name]
+            for n in names:
                 with self.clock.part("rounding"):
-                    rounded[name], before = gptq(weight, found, spec, dtype, clips[name])
-                if self.options.rounding == "learned":
-                    scales, bias = rounded[name].scales, _bias_of(block, name)
-                    linears[name] = RoundingLinear(before, bias, spec, dtype, scales)
-                del before
-        return self._learned(block, linears, streams, rounded) if linears else rounded
+                    rounded[n] = gptq(weight_of(block, n), found, specs[n], self.dtype, clips[n])
+        return rounded
 
     def _factor(self, name: str, hessian: Tensor) -> Factor:
         try:
@@ -296,13 +299,13 @@ class BlockWork:
         return found
 
     def _learned(
-        self,
-        block: nn.Module,
-        linears: Mapping[str, RoundingLinear],
-        streams: CalibrationStreams,
-        rounded: dict[str, QTensor],
+        self, block: nn.Module, rounded: dict[str, QTensor], streams: CalibrationStreams
     ) -> dict[str, QTensor]:
         """`rounded` learned on, where the block's error on the same windows becomes smaller."""
+        linears = {
+            n: RoundingLinear(weight_of(block, n), _bias_of(block, n), q.spec, self.dtype, q.scales)
+            for n, q in rounded.items()
+        }
         batches = streams.batches(self.index, seed=self.seed + self.index)
         same = streams.first(self.index)
         with self.clock.part("learning"), swapped(block, linears):
@@ -311,7 +314,7 @@ class BlockWork:
             after = float(relative_error(block(same.inputs, **same.call), same))
         if after < before:
             return {name: linear.qtensor() for name, linear in linears.items()}
-        logger.info(f"  block {self.index}: learning did not lessen its error; GPTQ's is kept")
+        logger.info(f"  block {self.index}: learning did not lessen its error, nearest is kept")
         return rounded
 
 
