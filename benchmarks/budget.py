@@ -62,6 +62,7 @@ def command(options: argparse.Namespace, spec: QuantSpec, budget: float | None) 
         "data.samples": options.samples,
         "data.length": options.length,
         "quantize.bits": spec.bits,
+        "quantize.activation_bits": spec.activation_bits or "null",
         "quantize.group_size": spec.group_size or "null",
         "quantize.rounding": options.rounding,
         "budget": budget or "null",

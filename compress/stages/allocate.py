@@ -36,8 +36,8 @@ class Allocate:
     budget; another budget on the same measurements (force=[allocate]) takes seconds.
 
     choices: schemes to choose from beside 16 bit, such as [W4A16 g64, W8A16]; empty: those that go
-    with the recipe's. Without INT8 activations these are 4 bit in the recipe's groups, 4 bit in
-    groups of 32, and 8 bit per channel; else W8A8. windows, length: calibration text to measure on.
+    with the recipe's. Without INT8 activations these are 4 bit per channel, in the recipe's groups
+    and in groups of 32, and 8 bit per channel; else W8A8. windows, length: calibration text to measure on.
     batch: windows that go through a block together.
     """
 
@@ -77,7 +77,7 @@ class Allocate:
             return [spec for spec in given if spec is not None]
         if recipe.activation_bits is not None:
             return [recipe]
-        return [QuantSpec(4, recipe.group_size), QuantSpec(4, 32), QuantSpec(8)]
+        return [QuantSpec(4), QuantSpec(4, recipe.group_size), QuantSpec(4, 32), QuantSpec(8)]
 
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         options, statistics = run.config.model, run.artifacts["statistics"]
