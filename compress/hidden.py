@@ -33,6 +33,13 @@ from compress.errors import UserError
 
 STATE = "hidden.json"
 FLOAT32 = 4  # bytes
+TOKENS = 4096
+"""Tokens that go through a block together: 180 MB of each activation of a 7B's MLP."""
+
+
+def together(batch: int, length: int) -> int:
+    """Windows of `length` tokens that go through a block at a time: `batch`, or as TOKENS allow."""
+    return max(1, min(batch, TOKENS // length))
 
 
 class HiddenStates:

@@ -23,7 +23,7 @@ from compress.algorithms.blockwise import clip_of, weight_of
 from compress.algorithms.rtn import rtn
 from compress.artifact import write_json
 from compress.collector import load_block_statistics
-from compress.hidden import HiddenStates
+from compress.hidden import HiddenStates, together
 from compress.log import progress
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
@@ -69,7 +69,8 @@ class Sensitivity:
     def measure(self) -> list[list[float]]:
         """The KL of every variant, in nats a token, mean over the tokens that are no padding."""
         model, states = self.model, HiddenStates(self.work)
-        parts = [slice(i, i + self.batch) for i in range(0, len(self.ids), self.batch)]
+        size = together(self.batch, self.ids.shape[1])
+        parts = [slice(i, i + size) for i in range(0, len(self.ids), size)]
         batches = [(self.ids[p].to(model.device), self.mask[p].to(model.device)) for p in parts]
         if ORIGINAL not in states:
             states.create(ORIGINAL, (model.embed(*batch) for batch in batches))

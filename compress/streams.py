@@ -1,5 +1,5 @@
-"""Hidden states of the calibration windows on their way through the blocks, twice: as the original
-gives them, and as the blocks quantized so far do.
+"""Hidden states of the calibration windows on their way through the blocks: as the blocks
+quantized so far give them and, where these are to learn from it, as the original does.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,42 +11,40 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.algorithms.learned import Batch
-from compress.hidden import HiddenStates
+from compress.hidden import HiddenStates, together
 from compress.model import BlockModel
 
 FULL, QUANTIZED = "full", "quantized"
-TOKENS = 4096
-"""Tokens that go through a block together: 180 MB of each activation of a 7B's MLP."""
 
 
 class CalibrationStreams:
     """Streams of the windows in `file` (ids and mask [n, T]) through `model`, kept in `work`.
 
-    batch: windows that go through a block together, fewer where they have more than TOKENS. For
-    every block: `advance(FULL)` while it is as it was, then what needs inputs and targets, then
-    `advance(QUANTIZED)` when it is quantized, and `commit`, from which an interrupted run goes on.
+    batch: windows that go through a block together (see `hidden.together`). targets: whether the
+    original's stream is wanted. For every block: with targets, `advance(FULL)` while it is as it
+    was; then what needs inputs and targets; `advance(QUANTIZED)` when it is quantized; and
+    `commit`, from which an interrupted run goes on.
     """
 
-    def __init__(self, model: BlockModel, file: Path, work: Path, batch: int) -> None:
-        self.model, self.batch = model, batch
+    def __init__(
+        self, model: BlockModel, file: Path, work: Path, batch: int, *, targets: bool
+    ) -> None:
+        self.model, self.batch, self.targets = model, batch, targets
         windows = load_file(file)
         self.ids, self.mask = windows["ids"], windows["mask"]
         self.states = HiddenStates(work)
-        if FULL not in self.states:
-            parts = zip(self.ids.split(batch), self.mask.split(batch), strict=True)
-            device = model.device
-            self.states.create(FULL, (model.embed(i.to(device), m.to(device)) for i, m in parts))
+        self._together = together(batch, self.ids.shape[1])
         if QUANTIZED not in self.states:
-            self.states.copy(FULL, QUANTIZED)
+            parts = zip(self.ids.split(batch), self.mask.split(batch), strict=True)
+            embedded = (model.embed(i.to(model.device), m.to(model.device)) for i, m in parts)
+            self.states.create(QUANTIZED, embedded)
+        if targets and FULL not in self.states:
+            self.states.copy(QUANTIZED, FULL)
 
     @property
     def done(self) -> int:
-        """Blocks that both streams have passed."""
+        """Blocks that have been passed."""
         return self.states.done(QUANTIZED)
-
-    @property
-    def _together(self) -> int:
-        return max(1, min(self.batch, TOKENS // self.ids.shape[1]))
 
     def advance(self, name: str, block: nn.Module, index: int) -> None:
         """Send a stream through the block, to be kept at the next `commit`."""
@@ -55,8 +53,8 @@ class CalibrationStreams:
             self.states.write(name, rows, block(hidden.to(self.model.device), **call))
 
     def commit(self) -> None:
-        """Let the block be passed by both."""
-        self.states.commit(FULL, QUANTIZED)
+        """Let the block be passed."""
+        self.states.commit(*([FULL] if self.targets else []), QUANTIZED)
 
     def batch_of(self, numbers: list[int], index: int) -> Batch:
         """Some windows: what block `index` gets from the quantized ones before it, and what the

@@ -37,8 +37,8 @@ class Allocate:
 
     choices: schemes to choose from beside 16 bit, such as [W4A16 g64, W8A16]; empty: those that go
     with the recipe's. Without INT8 activations these are 4 bit per channel, in the recipe's groups
-    and in groups of 32, and 8 bit per channel; else W8A8. windows, length: calibration text to measure on.
-    batch: windows that go through a block together.
+    and in groups of 32, and 8 bit per channel; else W8A8. windows, length: calibration text to
+    measure on. batch: windows that go through a block together.
     """
 
     name: ClassVar[str] = "allocate"

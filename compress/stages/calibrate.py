@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from compress import data, guards, heldout, hygiene
 from compress.collector import Collector, layer_figures, picked_rows
 from compress.errors import ConfigError
-from compress.hidden import HiddenStates
+from compress.hidden import HiddenStates, together
 from compress.log import logger, progress
 from compress.model import BlockModel, storage_dtype
 from compress.preflight import preflight
@@ -204,7 +204,8 @@ class Calibrate:
     ) -> Tensor:
         """Send a stream through the block; the largest value [] that it gives for a real token."""
         largest = torch.zeros(())
-        for rows, hidden in states.batches(stream.name, self.batch):
+        size = together(self.batch, stream.windows.ids.shape[1])
+        for rows, hidden in states.batches(stream.name, size):
             ids = stream.windows.ids[rows].to(model.device)
             mask = stream.windows.mask[rows].to(model.device)
             calls = model.calls(ids, mask)

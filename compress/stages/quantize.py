@@ -1,42 +1,31 @@
 """quantize: from 16-bit weights to integers, a block at a time, written as engines read it."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress import checkpoint, choices, guards, heldout
-from compress.algorithms.blockwise import (
-    LayerReport,
-    clip_of,
-    error_of_rtn,
-    report_on,
-    smooth_block,
-    weight_of,
-)
-from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
-from compress.algorithms.learned import RoundingLinear, learn, relative_error
-from compress.algorithms.rtn import rtn
+from compress.algorithms.blockwise import LayerReport
 from compress.artifact import write_json
+from compress.block_work import BlockWork
 from compress.clock import Clock
 from compress.collector import load_block_statistics
-from compress.errors import ConfigError, UserError
+from compress.errors import ConfigError
 from compress.log import logger, progress
 from compress.model import BlockModel, storage_dtype
 from compress.preflight import preflight
-from compress.qtensor import QTensor, QuantSpec
+from compress.qtensor import QuantSpec
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
-from compress.streams import FULL, QUANTIZED, CalibrationStreams, swapped
-from compress.structure import feeds, knows
+from compress.streams import CalibrationStreams
+from compress.structure import knows
 from compress.tensors import ToWrite, tensor_names
-from compress.trainable import ScaleLinear
 
 ROUNDINGS = ("nearest", "gptq", "learned")
 
@@ -132,7 +121,9 @@ class Quantize:
 
         streams = None
         if self.rounding != "nearest":
-            streams = CalibrationStreams(model, statistics / WINDOWS, run.work, self.batch)
+            learned = self.rounding == "learned"
+            file = statistics / WINDOWS
+            streams = CalibrationStreams(model, file, run.work, self.batch, targets=learned)
         done = [_restore(run.work, index) for index in range(len(model))]
         first = next((i for i, layers in enumerate(done) if layers is None), len(model))
         if streams is not None:
@@ -140,7 +131,19 @@ class Quantize:
         blocks = range(first, len(model))
         clock = Clock()
         for index in progress(blocks, "quantize", "block", total=len(model), done=first):
-            work = BlockWork(self, model, index, specs, dtype, run.config.seed, clock)
+            work = BlockWork(
+                model,
+                index,
+                specs,
+                dtype,
+                run.config.seed,
+                clock,
+                smooth=self.smooth,
+                clip=self.clip,
+                rounding=self.rounding,
+                steps=self.steps,
+                rate=self.rate,
+            )
             tensors, layers = work.run(load_block_statistics(statistics, index), streams)
             _save_block(run.work, index, tensors, layers)
             if streams is not None:
@@ -175,156 +178,6 @@ class Quantize:
             "seconds_by_part": clock.seconds,
             "notes": notes,
         }
-
-
-@dataclass(frozen=True)
-class BlockWork:
-    """One block of the model on its way to integers.
-
-    specs: how each linear of the model that is quantized is, by its full name.
-    """
-
-    options: Quantize
-    model: BlockModel
-    index: int
-    specs: Mapping[str, QuantSpec]
-    dtype: torch.dtype
-    seed: int
-    clock: Clock
-
-    def run(
-        self, statistics: Mapping[str, Tensor], streams: CalibrationStreams | None
-    ) -> tuple[dict[str, Tensor], list[LayerReport]]:
-        """The block's tensors as the checkpoint holds them, and what was done to its linears."""
-        prefix = f"{self.model.block_name(self.index)}."
-        local = {n.removeprefix(prefix): t.to(self.model.device) for n, t in statistics.items()}
-        specs = {n.removeprefix(prefix): s for n, s in self.specs.items() if n.startswith(prefix)}
-        dtype = self.dtype
-        with self.model.block(self.index) as block:
-            if streams is not None:
-                with self.clock.part("forward"):
-                    streams.advance(FULL, block, self.index)
-            if dtype == torch.float16:
-                guards.scale_into_range(self.model.config, block, local)
-            with self.clock.part("reporting"):
-                errors_rtn = {
-                    name: error_of_rtn(weight_of(block, name), local[f"{name}.rows"], spec, dtype)
-                    for name, spec in specs.items()
-                }
-            divided: dict[str, Tensor] = {}
-            strengths: dict[str, float] = {}
-            if self.options.smooth:
-                found = feeds(self.model.config, block)
-                with self.clock.part("search"):
-                    divided, strengths = smooth_block(block, found, local, specs, dtype)
-            tensors, weights = {}, {f"{name}.weight" for name in specs}
-            for name, parameter in block.named_parameters():
-                if name not in weights:
-                    tensors[prefix + name] = _cast(parameter, dtype)
-                    parameter.copy_(tensors[prefix + name])  # what comes next is made for this
-            rounded = self._round(block, specs, local, divided, streams)
-            reports = []
-            for name, weight in rounded.items():
-                tensors |= checkpoint.pack(prefix + name, weight)
-                with self.clock.part("reporting"):
-                    reports.append(
-                        report_on(
-                            prefix + name,
-                            errors_rtn[name],
-                            weight_of(block, name),
-                            weight,
-                            local[f"{name}.rows"],
-                            divided.get(name),
-                            strengths.get(name),
-                            dtype,
-                        )
-                    )
-            if streams is not None:
-                served = {n: ScaleLinear(q, _bias_of(block, n)) for n, q in rounded.items()}
-                with self.clock.part("forward"), swapped(block, served):
-                    streams.advance(QUANTIZED, block, self.index)
-        return tensors, reports
-
-    def _round(
-        self,
-        block: nn.Module,
-        specs: Mapping[str, QuantSpec],
-        statistics: Mapping[str, Tensor],
-        divided: Mapping[str, Tensor],
-        streams: CalibrationStreams | None,
-    ) -> dict[str, QTensor]:
-        """The integers of every linear in `specs`, by its name in the block."""
-        dtype = self.dtype
-        clips: dict[str, Tensor | float] = dict.fromkeys(specs, 1.0)
-        if self.options.clip:
-            with self.clock.part("search"):
-                for n, spec in specs.items():
-                    rows = statistics[f"{n}.rows"]
-                    clips[n] = clip_of(weight_of(block, n), rows, divided.get(n), spec, dtype)
-        if streams is not None and self.options.rounding == "gptq":
-            return self._gptq(block, specs, clips, streams)
-        with self.clock.part("rounding"):
-            rounded = {n: rtn(weight_of(block, n), s, dtype, clips[n]) for n, s in specs.items()}
-        return rounded if streams is None else self._learned(block, rounded, streams)
-
-    def _gptq(
-        self,
-        block: nn.Module,
-        specs: Mapping[str, QuantSpec],
-        clips: Mapping[str, Tensor | float],
-        streams: CalibrationStreams,
-    ) -> dict[str, QTensor]:
-        rounded: dict[str, QTensor] = {}
-        with self.clock.part("Hessians"):
-            hessians = streams.hessians(block, self.index, list(specs))
-        while hessians:
-            names, hessian = hessians.pop(0)
-            with self.clock.part("factors"):
-                found = self._factor(names[0], hessian)
-            del hessian  # 485 MB for the down_proj of a 7B
-            for n in names:
-                with self.clock.part("rounding"):
-                    rounded[n] = gptq(weight_of(block, n), found, specs[n], self.dtype, clips[n])
-        return rounded
-
-    def _factor(self, name: str, hessian: Tensor) -> Factor:
-        try:
-            found = factor(hessian)
-        except ValueError as error:
-            raise UserError(
-                f"{name} of block {self.index}: {error}; quantize.rounding=nearest does without"
-            ) from error
-        if found.damping > DAMPING:
-            logger.info(f"  block {self.index} {name}: Hessian damped by {found.damping:g}")
-        return found
-
-    def _learned(
-        self, block: nn.Module, rounded: dict[str, QTensor], streams: CalibrationStreams
-    ) -> dict[str, QTensor]:
-        """`rounded` learned on, where the block's error on the same windows becomes smaller."""
-        linears = {
-            n: RoundingLinear(weight_of(block, n), _bias_of(block, n), q.spec, self.dtype, q.scales)
-            for n, q in rounded.items()
-        }
-        batches = streams.batches(self.index, seed=self.seed + self.index)
-        same = streams.first(self.index)
-        with self.clock.part("learning"), swapped(block, linears):
-            before = float(relative_error(block(same.inputs, **same.call), same))
-            learn(block, linears, batches, steps=self.options.steps, rate=self.options.rate)
-            after = float(relative_error(block(same.inputs, **same.call), same))
-        if after < before:
-            return {name: linear.qtensor() for name, linear in linears.items()}
-        logger.info(f"  block {self.index}: learning did not lessen its error, nearest is kept")
-        return rounded
-
-
-def _bias_of(block: nn.Module, name: str) -> Tensor | None:
-    bias = block.get_submodule(name).bias
-    return bias if isinstance(bias, Tensor) else None
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _block_file(work: Path, index: int) -> Path:

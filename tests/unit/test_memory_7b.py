@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compress import streams
+from compress import hidden
 from compress.algorithms import gptq, rtn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -22,7 +22,7 @@ FACTOR = FLOAT32 * K * K
 
 MOMENTS = {
     # hidden, gate, up, their product; the inputs of down_proj once more for its Hessian
-    "Hessians": HESSIANS + FLOAT32 * streams.TOKENS * (2 * H + 5 * K),
+    "Hessians": HESSIANS + FLOAT32 * hidden.TOKENS * (2 * H + 5 * K),
     # the Hessian, its factor, the copy that cuSOLVER inverts from, and the factor before
     "factor of down_proj": 3 * FACTOR + FLOAT32 * H * H,
     # integers of all; of one weight what was rounded; of a slice the rest, its update and errors
@@ -33,7 +33,7 @@ MOMENTS = {
     "smoothing": 5 * FLOAT32 * H * K,
     # integers of all; one as float, and times its scales
     "forward of the rounded block": QUANTIZED
-    + FLOAT32 * (2 * H * K + streams.TOKENS * (2 * H + 4 * K)),
+    + FLOAT32 * (2 * H * K + hidden.TOKENS * (2 * H + 4 * K)),
 }
 
 
