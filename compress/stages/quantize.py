@@ -48,7 +48,7 @@ class Quantize:
     version: ClassVar[int] = 4
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics")
     gives: ClassVar[str | None] = "quantized"
-    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "seed")
+    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "seed", "budget")
 
     bits: int = 8
     activation_bits: int | None = 8

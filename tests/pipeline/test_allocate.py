@@ -132,10 +132,21 @@ def test_without_a_budget_the_stage_is_not_there(small: Small) -> None:
         small("only=allocate")
 
 
-def test_quantize_alone_wants_the_assignment(small: Small) -> None:
-    pipeline.run(small(*WHOLE, BUILD))
+def test_a_budget_is_neither_switched_on_nor_off_unasked(small: Small) -> None:
+    stages = "stages=[plan,calibrate,quantize,export]"
+    out = pipeline.run(small(*WHOLE, stages))
+    on = r"budget was null, is now \"5\".*force=\[quantize\]"
+    for only in ((), ("only=quantize",), ("only=export",)):
+        with pytest.raises(UserError, match=on):
+            pipeline.run(small(*WHOLE, stages, "budget=5", *only))
+    assert manifest(out, "quantize")["scheme"] == "W4A16 g64"
     with pytest.raises(UserError, match="run the stage allocate first"):
-        pipeline.run(small(*WHOLE, BUILD, "budget=5", "only=quantize", "force=[quantize]"))
+        pipeline.run(small(*WHOLE, stages, "budget=5", "only=quantize", "force=[quantize]"))
+    pipeline.run(small(*WHOLE, stages, "budget=9", "force=[quantize]"))
+    assert "W8A16" in manifest(out, "quantize")["scheme"]
+    for only in ((), ("only=quantize",), ("only=export",)):
+        with pytest.raises(UserError, match=r"budget was \"9\", is now null.*force=\[quantize\]"):
+            pipeline.run(small(*WHOLE, stages, *only))
 
 
 def test_a_changed_budget_is_refused_by_name_then_rebuilt(small: Small) -> None:
