@@ -10,6 +10,7 @@ was tried beside this.
 Shapes: B requests, H KV heads, T tokens so far, D head size.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,23 @@ def make_cache(kind: str, config: PretrainedConfig) -> Cache:
     return Cache(layers=layers)
 
 
+def cache_for(model: PreTrainedModel, kind: str) -> Cache:
+    """`make_cache` for a loaded model, whose forward is asked first whether it takes a `cache`.
+
+    Raises UserError too where it does not: Python of a model's own may call it past_key_values, as
+    transformers before 5 did, or have none.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    passed_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "cache" not in parameters and ("past_key_values" in parameters or not passed_on):
+        way_out = "stages= without serve" if kind == "16" else "serve.kv_cache=16"
+        raise UserError(
+            f"the forward of {type(model).__name__} takes no `cache`, by which transformers "
+            f"hands keys and values on; wanted one that does, or {way_out}"
+        )
+    return make_cache(kind, model.config)
+
+
 def all_logits(
     model: PreTrainedModel, ids: Tensor, kv_cache: str = "16", mask: Tensor | None = None
 ) -> Tensor:
@@ -63,7 +81,7 @@ def all_logits(
     """
     if kv_cache == "16":
         return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    cache = make_cache(kv_cache, model.config)
+    cache = cache_for(model, kv_cache)
     logits = []
     for start in range(0, ids.shape[1], KEY_BLOCK):
         end = start + KEY_BLOCK

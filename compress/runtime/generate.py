@@ -3,7 +3,7 @@
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.runtime.cache import make_cache
+from compress.runtime.cache import cache_for
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
@@ -84,7 +84,7 @@ def generate(
             attention_mask=mask.to(model.device),
             generation_config=config,
             # transformers' own in 16 bit: a model's own Python may name it as it likes.
-            cache=None if kv_cache == "16" else make_cache(kv_cache, model.config),
+            cache=None if kv_cache == "16" else cache_for(model, kv_cache),
         )
         texts += tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
     return texts

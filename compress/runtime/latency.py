@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress.log import progress
-from compress.runtime.cache import make_cache
+from compress.runtime.cache import cache_for
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def time_request(
     kv_cache: how keys and values are kept, one of KV_CACHES.
     """
     prompt = prompt.to(model.device)
-    cache = make_cache(kv_cache, model.config)
+    cache = cache_for(model, kv_cache)
     marks = [_now(model.device)]
     ids = prompt
     for _ in range(new_tokens):

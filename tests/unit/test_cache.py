@@ -24,8 +24,10 @@ from compress.runtime.cache import (
     all_logits,
     bytes_held,
     bytes_per_token,
+    cache_for,
     make_cache,
 )
+from compress.runtime.latency import time_request
 from compress.runtime.stored import GROWTH, Int8, quantize
 from compress.stages.serve import Serve
 
@@ -192,20 +194,37 @@ def test_a_crop_leaves_what_was_stored(left: int) -> None:
     assert torch.equal(after[:, :, left:], states[:, :, left:])
 
 
-def test_beams_and_padded_batches_are_generated_from_it(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("kind", EIGHT_BIT)
+def test_beams_and_batches_padded_on_the_left_are_generated_as_in_16_bit(
+    model: PreTrainedModel, kind: str, beams: int
+) -> None:
     ids, mask = text(80, batch=2), torch.ones((2, 80), dtype=torch.int64)
-    mask[0, :30] = 0
-    for settings in ({"num_beams": 3}, {"num_beams": 1}):
-        tokens = model.generate(
+    ids[0, :30] = mask[0, :30] = 0
+    found = [
+        model.generate(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=6,
             do_sample=False,
+            num_beams=beams,
             pad_token_id=0,
-            cache=make_cache("kv8", model.config),
-            **settings,
+            cache=cache_for(model, each),
+            output_scores=True,
+            return_dict_in_generate=True,
         )
-        assert tokens.shape == (2, 86)
+        for each in ("16", kind)
+    ]
+    exact, stored = found
+    assert torch.equal(exact.sequences, stored.sequences)
+    if beams == 1:
+        logits = [torch.stack(each.scores, 1) for each in found]
+        assert 1e-7 < kl(*logits) < MOST_KL
+    else:
+        torch.testing.assert_close(
+            exact.sequences_scores, stored.sequences_scores, rtol=0, atol=0.02
+        )
+        assert not torch.equal(exact.sequences_scores, stored.sequences_scores)
 
 
 def test_windows_stay_in_16_bit_beside_layers_that_keep_all() -> None:
@@ -219,6 +238,32 @@ def test_windows_stay_in_16_bit_beside_layers_that_keep_all() -> None:
     assert cache.is_sliding == [True, False, True]
     assert kl(gemma(input_ids=ids, use_cache=False).logits, logits) < MOST_KL
     assert bytes_per_token("kv8", config) == 2 * 128 + 2 * (16.5 + 18)
+
+
+class NamesItOtherwise(LlamaForCausalLM):
+    """As the Python in a model's folder may: keys and values by the name of earlier versions."""
+
+    def forward(self, input_ids=None, past_key_values=None, **kwargs):  # type: ignore[no-untyped-def]
+        return super().forward(input_ids, cache=past_key_values, **kwargs)
+
+
+class PassesAllOn(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        return super().forward(*args, **kwargs)
+
+
+def test_a_forward_that_takes_no_cache_is_refused_in_one_line() -> None:
+    config = LlamaConfig(**SIZES)
+    own, ids = NamesItOtherwise(config).eval(), text(8)
+    said = r"^the forward of NamesItOtherwise takes no `cache`.*, or serve\.kv_cache=16$"
+    with pytest.raises(UserError, match=said):
+        all_logits(own, ids, "v8")
+    with pytest.raises(UserError, match=said):
+        time_request(own, ids, 2, "kv8")
+    with pytest.raises(UserError, match=r"takes no `cache`.*, or stages= without serve$"):
+        time_request(own, ids, 2)
+    assert all_logits(own, ids).shape == (1, 8, 96)
+    assert all_logits(PassesAllOn(config).eval(), ids, "v8").shape == (1, 8, 96)
 
 
 def test_what_cannot_be_is_refused_in_one_line() -> None:
