@@ -80,11 +80,12 @@ class PeakDisk:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Bytes of all files under `folder`; of those that go meanwhile, none."""
+    """Bytes of all files under `folder`; of what goes meanwhile, folders too, none."""
     total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += file.stat().st_size if file.is_file() else 0
+    for place, _, files in os.walk(folder):  # rglob raises on a folder that went
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(place) / name).stat().st_size
     return total
 
 
