@@ -5,16 +5,18 @@
 The text goes through the model with each kind of cache (16, v8, kv8), 64 tokens at a time, so that
 all later tokens read the history as it is stored. At each length: KL and top-1 of the last 256
 predictions to the same model with the cache in 16 bit, and to the original in float32; four pass
-keys that were told near the start are asked for; decoding is timed, the kinds by turns; the bytes
-that the cache holds are counted. Every kind sees the same tokens. Runs on one thread and times by
-its CPU seconds, which other work on the machine moves little. Writes a JSON file with hardware and
-versions, and prints a table.
+keys that were told near the start are asked for; decoding is timed, the kinds by turns (not with
+--no-timing); the bytes that the cache holds are counted. Every kind sees the same tokens. Runs on
+one thread and times by its CPU seconds, which other work on the machine moves little. Writes a JSON
+file with hardware and versions after each length, so that a run that is stopped leaves what it has
+(lengths_asked says what is missing), and prints a table.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.artifact import write_json
 from compress.machine import hardware, packages
 from compress.runtime.cache import KEY_BLOCK, KV_CACHES, bytes_held, make_cache
 from compress.runtime.loader import load
@@ -94,13 +97,13 @@ def measure(
     tokenizer: PreTrainedTokenizerBase,
     ids: Tensor,
     lengths: list[int],
-) -> list[dict[str, Any]]:
-    """A record for each length and kind.
+    timing: bool,
+) -> Iterator[list[dict[str, Any]]]:
+    """The records of each length, one a kind, as soon as they are there.
 
     original: its final hidden states [MEASURED, H] before each length; head [V, H]; both float32.
     """
     caches = {kind: make_cache(kind, model.config) for kind in KV_CACHES}
-    records = []
     for start, length, hidden in zip([0, *lengths], lengths, original, strict=False):
         truth = F.linear(hidden, head).log_softmax(-1)
         found = {
@@ -109,19 +112,21 @@ def measure(
         }
         held = {kind: bytes_held(cache) for kind, cache in caches.items()}
         keys, seconds = asked(model, caches, tokenizer)
-        for kind in caches:
-            record = {
+        records = [
+            {
                 "length": length,
                 "kv_cache": kind,
                 "to_original": compared(truth, found[kind]),
                 "to_16_bit": compared(found["16"], found[kind]),
                 "bytes_per_token": held[kind] / length,
-                "decode_tokens_per_s": 1 / float(np.median(seconds[kind])),
+                "decode_tokens_per_s": 1 / float(np.median(seconds[kind])) if timing else None,
                 "keys_found": keys[kind],
             }
-            records.append(record)
+            for kind in caches
+        ]
+        for record in records:
             print(json.dumps(record), file=sys.stderr, flush=True)
-    return records
+        yield records
 
 
 def asked(
@@ -151,14 +156,18 @@ def table(records: list[dict[str, Any]]) -> str:
             f"| {r['length']} | {r['kv_cache']} | {r['to_16_bit']['kl']:.5f} "
             f"| {r['to_16_bit']['top1']:.1%} | {r['to_original']['kl']:.5f} "
             f"| {r['keys_found']} of {len(KEYS)} | {r['bytes_per_token']:.0f} "
-            f"| {r['decode_tokens_per_s']:.1f} |"
+            f"| {_rate(r['decode_tokens_per_s'])} |"
         )
     return "\n".join(lines)
 
 
+def _rate(tokens_per_s: float | None) -> str:
+    return "not timed" if tokens_per_s is None else f"{tokens_per_s:.1f}"
+
+
 @torch.inference_mode()
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The whole measurement."""
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What was measured so far, after each length."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     lengths = sorted(options.lengths)
@@ -171,18 +180,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     head = exact.get_output_embeddings().weight.detach()
     del exact, cache
     model = load(options.model, dtype=getattr(torch, options.dtype) if options.dtype else None)
-    return {
+    result: dict[str, Any] = {
         "model": options.model.name,
         "original": (options.original or options.model).name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "text": options.text.name,
         "measured": MEASURED,
         "threads": 1,
-        "records": measure(model, original, head, tokenizer, ids, lengths),
+        "lengths_asked": lengths,
+        "records": [],
         "hardware": hardware(),
         "versions": packages(),
         "date": datetime.now(UTC).date().isoformat(),
     }
+    for records in measure(model, original, head, tokenizer, ids, lengths, options.timing):
+        result["records"] += records
+        yield result
 
 
 def main() -> int:
@@ -197,6 +210,7 @@ def main() -> int:
     parser.add_argument("--original", type=Path, help="its original; default: the model itself")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: as stored")
+    parser.add_argument("--no-timing", dest="timing", action="store_false", help="time nothing")
     parser.add_argument("--out", type=Path, help="the JSON; default benchmarks/results/kv-cache-*")
     options = parser.parse_args()
     for file in (options.model / "config.json", options.text):
@@ -205,10 +219,10 @@ def main() -> int:
     steps = np.diff([0, *sorted(options.lengths)])
     if min(steps) < MEASURED or any(step % KEY_BLOCK for step in steps):
         parser.error(f"--lengths: wanted multiples of {KEY_BLOCK}, {MEASURED} apart at least")
-    result = run(options)
-    name = f"kv-cache-{options.model.name}-{result['dtype']}.json"
-    out = options.out or HERE / "results" / name
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    for result in run(options):
+        name = f"kv-cache-{options.model.name}-{result['dtype']}.json"
+        out = options.out or HERE / "results" / name
+        write_json(out, result)
     print(f"{table(result['records'])}\n{out}")
     return 0
 

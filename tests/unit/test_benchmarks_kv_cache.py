@@ -1,5 +1,6 @@
 """The measurement of the KV cache by length, on a tiny model."""
 
+import json
 import sys
 from argparse import Namespace
 from importlib import import_module
@@ -17,13 +18,19 @@ sys.path.append(str(ROOT / "benchmarks"))  # scripts, no package
 kv_cache = import_module("kv_cache")
 
 
-def test_every_length_and_kind_is_measured(stories260k: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"On day {i} Lily went to the park with {i} dogs. " for i in range(99)))
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"On day {i} Lily went to the park with {i} dogs. " for i in range(99)))
+    return file
+
+
+def test_every_length_and_kind_is_measured(stories260k: Path, text: Path) -> None:
     options = Namespace(
-        model=stories260k, original=None, text=text, lengths=[512, 256], dtype="float32"
-    )
-    result = kv_cache.run(options)
+        model=stories260k, original=None, text=text, lengths=[512, 256], dtype="float32",
+        timing=True,
+    )  # fmt: skip
+    (*_, result) = kv_cache.run(options)
     records = {(r["length"], r["kv_cache"]): r for r in result["records"]}
     assert list(records) == [(n, kind) for n in (256, 512) for kind in ("16", "v8", "kv8")]
     for length in (256, 512):
@@ -33,6 +40,32 @@ def test_every_length_and_kind_is_measured(stories260k: Path, tmp_path: Path) ->
         assert records[length, "kv8"]["bytes_per_token"] < records[length, "16"]["bytes_per_token"]
     assert all(r["decode_tokens_per_s"] > 0 for r in records.values())
     assert len(kv_cache.table(result["records"]).splitlines()) == 2 + 6
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has(
+    stories260k: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = text.with_name("out.json")
+    lengths = ("--lengths", "256", "512", "--no-timing", "--out", str(out))
+    monkeypatch.setattr(
+        sys, "argv", ["kv_cache", "--model", str(stories260k), "--text", str(text), *lengths]
+    )
+    write = kv_cache.write_json
+
+    def stopped(file: Path, result: object) -> None:
+        write(file, result)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kv_cache, "write_json", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        kv_cache.main()
+    result = json.loads(out.read_text())
+    assert result["lengths_asked"] == [256, 512]
+    assert [(r["length"], r["kv_cache"]) for r in result["records"]] == [
+        (256, "16"), (256, "v8"), (256, "kv8")
+    ]  # fmt: skip
+    assert {r["decode_tokens_per_s"] for r in result["records"]} == {None}
+    assert kv_cache.table(result["records"]).count("not timed") == 3
 
 
 @torch.inference_mode()
