@@ -32,9 +32,11 @@ WAY_OUT = "model.dtype=bfloat16 holds it"
 
 
 def into_range(largest: float) -> float:
-    """The power of two, which loses nothing, that divides activations up to `largest` into range.
+    """The power of two that divides activations up to `largest` into range.
 
-    1 where they are within LARGEST / HEADROOM and not below SMALLEST altogether.
+    It loses nothing in float32. A weight that it leaves below SMALLEST is stored in float16 with
+    fewer bits, at most 2^-25 off; a scale there is raised to SMALLEST. The power is 1 where
+    activations are within LARGEST / HEADROOM and not below SMALLEST altogether.
     """
     if largest > LARGEST / HEADROOM:
         return 2.0 ** math.ceil(math.log2(largest * HEADROOM / LARGEST))
@@ -74,7 +76,7 @@ def scale_into_range(
     config: PretrainedConfig, block: nn.Module, statistics: dict[str, Tensor]
 ) -> None:
     """Do what `scalings` finds, in place: weights before are divided by a power of two and those
-    after multiplied by it, so that the block's result stays.
+    after multiplied by it, so that the block's result stays (as far as `into_range` says).
 
     statistics: as there; `mean_abs` [K] and `rows` [R, K] of what is read follow.
     """

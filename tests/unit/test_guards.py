@@ -80,12 +80,37 @@ def test_what_leaves_the_range_is_scaled_and_the_block_stays(
         assert torch.equal(found[f"{target}.rows"], rows / scaling.factor)
         assert torch.equal(found[f"{target}.mean_abs"], mean_abs / scaling.factor)
         assert guards.scalings(model.config, block, again) == []
-    assert torch.equal(after, before)  # powers of two lose nothing
+    assert torch.equal(after, before)  # in float32 powers of two lose nothing
     largest = max(again[f"{source}.output_absmax"].max(), again[f"{target}.input_absmax"])
     if factor > 1:
         assert guards.LARGEST / guards.HEADROOM / 2 < largest <= guards.LARGEST / guards.HEADROOM
     else:
         assert 1 <= largest < 2
+
+
+@torch.no_grad()
+def test_stored_in_float16_weights_lose_bits_where_they_fall_below_its_normal_range(
+    tiny_model: Path,
+) -> None:
+    model = BlockModel(tiny_model)
+    with model.block(1) as block:
+        times("mlp.gate_proj", 2.0**10)(block)
+        times("mlp.up_proj", 2.0**5)(block)
+        times("mlp.down_proj", 2.0**-8)(block)
+        for parameter in block.parameters():
+            parameter.copy_(parameter.half())  # a model that is stored in float16
+        before, found = passed(model, block)
+        guards.scale_into_range(model.config, block, found)
+        up = block.get_parameter("mlp.up_proj.weight").clone()
+        for parameter in block.parameters():
+            parameter.copy_(parameter.half())
+        lost = (block.get_parameter("mlp.up_proj.weight") - up).abs()
+        after, _ = passed(model, block)
+    below = up.abs() < guards.SMALLEST
+    assert below.any()
+    assert not lost[~below].any()
+    assert 0 < lost.max() <= 2.0**-25  # half a step of float16's subnormal numbers
+    assert 0 < (after - before).norm() < 1e-5 * before.norm()
 
 
 @pytest.mark.parametrize(
