@@ -76,7 +76,12 @@ def token_divergence(windows: data.Windows, held: data.Windows, vocabulary: int)
 
 
 def profile_divergence(one: Tensor, other: Tensor) -> Tensor:
-    """Jensen-Shannon divergence [] in nats of two sizes by channel [K], each made to sum to 1."""
+    """Jensen-Shannon divergence [] in nats of two sizes by channel [K], each made to sum to 1.
+
+    Where one of them is all zeros and the other is not, nothing is shared: ln 2, the most.
+    """
+    if bool(one.any()) != bool(other.any()):
+        return torch.tensor(math.log(2), dtype=torch.float64)
     p, q = one.double() / one.double().sum(), other.double() / other.double().sum()
     mean = (p + q) / 2
     return (torch.special.xlogy(p, p / mean) + torch.special.xlogy(q, q / mean)).nansum() / 2
@@ -119,8 +124,10 @@ def text_notes(windows: data.Windows, held: data.Windows, tokens_diverge: float)
 def layer_notes(
     layers: Sequence[Mapping[str, Any]], windows: data.Windows, held: data.Windows
 ) -> list[str]:
-    """What in the figures of the linears is worth a word."""
-    notes = []
+    """What in the figures of the linears is worth a word; nothing where there are none."""
+    notes: list[str] = []
+    if not layers:
+        return notes
     mean = sum(layer["divergence"] for layer in layers) / len(layers)
     # Fewer tokens differ by as much from others of the same text.
     if mean > ACTIVATIONS_DIVERGE and min(windows.tokens, held.tokens) >= FEW_TOKENS:

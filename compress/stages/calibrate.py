@@ -86,10 +86,10 @@ class Calibrate:
         if "quantize" in config.stages:
             preflight(model.config, config)  # refuses what would be refused after all this work
         dtype = storage_dtype(model.config, config.model.dtype)
-        if dtype == torch.float16:
-            guards.refuse_large_weights(model.tensors)
         windows, held = self._windows(run, model)
         hygiene.refuse_few("data", windows.tokens, self.least_tokens)
+        if dtype == torch.float16:
+            guards.refuse_large_weights(model.tensors)  # reads them all, so after the counting
         vocabulary = model.config.get_text_config().vocab_size
         tokens_diverge = hygiene.token_divergence(windows, held, vocabulary)
         notes = hygiene.text_notes(windows, held, tokens_diverge)

@@ -147,6 +147,14 @@ def test_profiles_diverge_by_jensen_and_shannon() -> None:
     assert float(hygiene.profile_divergence(one, other)) == pytest.approx(wanted)
     ends = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     assert float(hygiene.profile_divergence(*ends)) == pytest.approx(math.log(2))
+    nothing = torch.zeros(3)
+    assert float(hygiene.profile_divergence(one, nothing)) == pytest.approx(math.log(2))
+    assert float(hygiene.profile_divergence(nothing, one)) == pytest.approx(math.log(2))
+    assert hygiene.profile_divergence(nothing, nothing) == 0
+
+
+def test_a_model_without_linears_is_told_nothing_of_them() -> None:
+    assert hygiene.layer_notes([], windows([[1] * 2000]), windows([[1] * 2000])) == []
 
 
 @pytest.mark.parametrize(
