@@ -163,14 +163,6 @@ class HiddenStates:
             self._written.pop(name)
             file.unlink()
 
-    def drop(self, name: str) -> None:
-        """Remove a stream that is not needed any more."""
-        done, _ = self._streams[name]
-        self._note({n: stream for n, stream in self._streams.items() if n != name})
-        self._written.pop(name, None)
-        for file in (self._file(name, done), self._file(name, done + 1)):
-            file.unlink(missing_ok=True)
-
     def _note(self, streams: dict[str, tuple[int, list[int]]]) -> None:
         write_json(self.folder / STATE, streams)
         self._streams = streams
