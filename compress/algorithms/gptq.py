@@ -91,7 +91,7 @@ def gptq(
 def _by_columns(weight: Tensor, scales: Tensor, found: Factor, spec: QuantSpec) -> Tensor:
     """Integers [n, K] of some output channels."""
     n, k = weight.shape
-    # Transposed, so that a column of the weight is a run of memory: 3 times as fast.
+    # Transposed, so that a column of the weight is a run of memory: docs/log.md has times.
     rest = weight.float().T[found.order]
     each, group = scales.float().T.contiguous(), found.order // (k // scales.shape[1])
     ints = torch.empty(k, n, dtype=torch.int8, device=weight.device)
