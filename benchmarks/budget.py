@@ -2,13 +2,14 @@
 
     .venv/bin/python benchmarks/budget.py --model FOLDER --train FILE.txt --test FILE.txt
 
-For each uniform scheme: its checkpoint, and one with `budget=` the very bits a weight that it
-takes. Both are calibrated on the same windows of the training text and rounded alike, loaded from
-disk and judged in float32 on the first windows of the test text, which nothing saw. Sensitivities
-are measured once. Each result also holds the KL that was added up from the layers alone, by which
-the choice was made: how far it lies from the measured one is how far the proxy and additivity
-carry. What is judged is kept in benchmarks/results/budget-NAME.json and not done again;
-docs/fidelity.md gets its table from all such files.
+For each uniform scheme: its checkpoint, and one with `budget=` the very bits a weight that it takes
+on disk, over the linears that the mixture chooses for. Both are calibrated on the same windows of
+the training text and rounded alike, loaded from disk and judged in float32 on the first windows of
+the test text, which nothing saw. Sensitivities are measured once. Each result also holds the KL
+that was added up from the layers alone, by which the choice was made: how far it lies from the
+measured one is how far the proxy and additivity carry. What is judged is kept in
+benchmarks/results/budget-NAME.json and not done again; docs/fidelity.md gets its table from all
+such files. Results of other settings are not added to.
 """
 
 import argparse
@@ -26,12 +27,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from compress import choices
-from compress.artifact import write_json, write_text
+from compress.artifact import differences, write_json, write_text
 from compress.eval import fidelity
 from compress.machine import hardware, packages
 from compress.model import linear_shapes
-from compress.qtensor import QuantSpec
+from compress.qtensor import QuantSpec, parse_scheme
 from compress.runtime.loader import load
+from compress.sizes import tensor_bytes
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -40,13 +42,40 @@ BEGIN, END = "<!-- budget: begin -->", "<!-- budget: end -->"
 STAGES = "run/stages"
 
 
-def bits_of(spec: QuantSpec, options: argparse.Namespace) -> float:
-    """Bits a weight of the linears that may be quantized, all in one scheme, scales counted."""
+def bits_on_disk(folder: Path, options: argparse.Namespace) -> float:
+    """Bits a weight in a checkpoint, scales counted, of the linears that have a choice of formats.
+
+    A group size may have been lowered and a linear kept in 16 bit, so they are read, not reckoned.
+    """
     shapes = linear_shapes(AutoConfig.from_pretrained(options.model))
-    groups, _ = choices.offered(shapes, [spec], options.engine, [], ["lm_head"])
-    size = sum(min(group.sizes.values()) for group in groups)
+    specs = filter(None, map(parse_scheme, options.choices))
+    groups = choices.offered(shapes, specs, options.engine, [], ["lm_head"]).groups
+    stored = tensor_bytes(folder)
+    size = sum(
+        stored.get(f"{name}.{part}", 0)
+        for group in groups
+        for name in group.names
+        for part in ("weight", "weight_packed", "weight_scale")
+    )
     # Upwards, so that the uniform choice itself is within the budget.
     return math.ceil(8e6 * size / sum(group.weights for group in groups)) / 1e6
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """All that the results depend on; files by their names."""
+    given = {k: v for k, v in vars(options).items() if k not in ("work", "uniform")}
+    return {k: v.name if isinstance(v, Path) else v for k, v in given.items()}
+
+
+def results_before(file: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The results in `file`, by scheme. Ends the program where they are of other settings."""
+    if not file.exists():
+        return {}
+    found, asked = json.loads(file.read_text()), settings(options)
+    changed = differences({k: found[k] for k in asked if k in found}, asked)
+    if changed:
+        sys.exit(f"{file}: made with other settings: {'; '.join(changed)}. Give another --name")
+    return found["results"]
 
 
 def command(options: argparse.Namespace, spec: QuantSpec, budget: float | None) -> list[str]:
@@ -108,7 +137,7 @@ def made(
 def run(options: argparse.Namespace) -> None:
     """Make and judge what is missing, write the results and the page's table."""
     file = RESULTS / f"budget-{options.name}.json"
-    done = json.loads(file.read_text())["results"] if file.exists() else {}
+    done = results_before(file, options)
     options.work.mkdir(parents=True, exist_ok=True)
     train = options.train.read_text(encoding="utf-8")
     write_text(options.work / "calibration.txt", train[: -len(train) // 10])
@@ -118,19 +147,20 @@ def run(options: argparse.Namespace) -> None:
     windows = fidelity.windows(test, tokenizer, options.windows, options.window_tokens)
     reference = fidelity.remember(load(options.model, dtype=torch.float32), windows)
     for text in options.uniform:
-        spec = choices.parse_scheme(text)
+        spec = parse_scheme(text)
         assert spec is not None
-        bits = bits_of(spec, options)
-        pair = done.setdefault(text, {"bits_per_weight": bits})
-        for kind, budget in (("mixed", bits), ("uniform", None)):
+        pair = done.setdefault(text, {})
+        for kind in ("uniform", "mixed"):
             if kind not in pair:
                 print(f"{text}: {kind}", file=sys.stderr, flush=True)
+                budget = None if kind == "uniform" else pair["bits_per_weight"]
                 pair[kind] = made(options, spec, budget, reference, windows)
-                given = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
-                about = {"model": options.model.name, "test": options.test.name, **given}
-                about |= {"hardware": hardware(), "versions": packages()}
+                if kind == "uniform":
+                    folder = options.work / STAGES / "quantize"
+                    pair["bits_per_weight"] = bits_on_disk(folder, options)
+                about = settings(options) | {"hardware": hardware(), "versions": packages()}
                 about["date"] = datetime.now(UTC).date().isoformat()
-                write_json(file, {**about, "results": done})
+                write_json(file, {**about, "uniform": list(done), "results": done})
     write_page()
 
 
@@ -139,14 +169,17 @@ def write_page() -> None:
     found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("budget-*.json"))]
     whole = PAGE.read_text(encoding="utf-8")
     pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
-    text = "\n\n".join(map(table, found))
+    text = "\n\n".join(filter(None, map(table, found)))
     write_text(PAGE, pattern.sub(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", whole))
     print(text)
 
 
 def table(report: dict[str, Any]) -> str:
-    """One model and rounding: a line a budget."""
-    first = next(iter(report["results"].values()))["mixed"]["allocate"]
+    """One model and rounding: a line a budget that is done."""
+    done = {name: pair for name, pair in report["results"].items() if "mixed" in pair}
+    if not done:
+        return ""
+    first = next(iter(done.values()))["mixed"]["allocate"]
     lines = [
         f"{report['model']}, engine={report['engine']}, rounding {report['rounding']}, choices "
         f"{', '.join(report['choices'])} and 16 bit; {report['samples']} calibration windows of "
@@ -158,7 +191,7 @@ def table(report: dict[str, Any]) -> str:
         "| mixed | linears |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for scheme, pair in report["results"].items():
+    for scheme, pair in done.items():
         mixed, uniform = pair["mixed"], pair["uniform"]
         chosen = mixed["allocate"]
         added = {row["scheme"]: row["kl"] for row in chosen["uniform"]}.get(scheme)

@@ -37,7 +37,7 @@ from transformers import AutoTokenizer
 from compress.artifact import fingerprint, write_json
 from compress.eval import fidelity
 from compress.machine import hardware, packages
-from compress.stages.plan import tensor_elements
+from compress.sizes import tensor_elements
 from compress.tensors import TensorFiles
 
 RESULTS = HERE / "results"

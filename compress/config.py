@@ -81,12 +81,12 @@ class Config:
     report: Report = field(default_factory=Report)
 
     def __post_init__(self) -> None:
-        problems = []
+        problems, given = [], self.stages
         if self.budget is not None and (problem := budget_problem(self.budget)):
             problems.append(problem)
         if self.budget is None:
-            self.stages = [name for name in self.stages if name != "allocate"]
-            if "allocate" in (self.only, *self.force):
+            self.stages = [name for name in given if name != "allocate"]
+            if given == ["allocate"] or "allocate" in (self.only, *self.force):
                 problems.append("allocate runs with a budget alone; add budget=4.5, for example")
         elif "quantize" in self.stages:
             self.stages = [*self.stages, "allocate"]
@@ -113,7 +113,7 @@ class Config:
             )
         if self.device == "cuda" and not torch.cuda.is_available():
             problems.append("device is cuda, but torch sees no GPU here; use device=cpu")
-        if not self.stages:
+        if not given:
             problems.append("stages is empty; wanted at least one")
         if problems:
             raise ConfigError(problems)

@@ -7,13 +7,14 @@ docs/engines.md names the source file of each.
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from compress.errors import UserError
 from compress.qtensor import QuantSpec
+from compress.sizes import saved_bytes
 
 ENGINES = ("any", "vllm", "sglang", "transformers", "native")
 
@@ -82,7 +83,7 @@ def preflight(
     a pattern that matches nothing, a group size that cannot be, and where nothing is left to
     quantize.
     """
-    _check_spec(spec, engine)
+    check_spec(spec, engine)
     _check_dtype(dtype, engine)
     if not linears:
         raise UserError("no nn.Linear inside the decoder blocks; wanted a Llama-like model")
@@ -123,14 +124,28 @@ def preflight(
     notes = _kept_notes(linears, kept, spec)
     if repaired is not None:
         notes.append(repaired)
-    if spec.scheme.startswith("W8A16") and engine in ("any", "vllm"):
-        notes.append("W8A16 in vLLM runs on CUDA only; its CPU build has no kernel for it")
-    if dtype == torch.float32 and engine == "vllm":
-        notes.append("float32 in vLLM runs on CPU only; its CUDA kernels take bfloat16 or float16")
-    if dtype == torch.float16 and engine == "native":
-        notes.append("float16 runs as bfloat16 on CPU, where its products are many times slower")
+    notes += remarks(spec, engine, dtype)
     why = {name: kept[name] for name in ignore} | dict.fromkeys(heads, "output layer")
     return Preflight(quantize, [*ignore, *heads], spec, notes, why)
+
+
+def remarks(spec: QuantSpec, engine: str, dtype: torch.dtype) -> Iterator[str]:
+    """What is to be known of a scheme and a dtype where `engine` serves them."""
+    if dtype == torch.float32 and engine == "vllm":
+        yield "float32 in vLLM runs on CPU only; its CUDA kernels take bfloat16 or float16"
+    if dtype == torch.float16 and engine == "native":
+        yield "float16 runs as bfloat16 on CPU, where its products are many times slower"
+    if spec.scheme.startswith("W8A16") and engine in ("any", "vllm"):
+        yield "W8A16 in vLLM runs on CUDA only; its CPU build has no kernel for it"
+
+
+def group_sizes(asked: int, engine: str) -> list[int]:
+    """What groups of `asked` may become, largest first: those, or smaller ones that all engines
+    serve. Empty where `engine` serves no groups of `asked`.
+    """
+    if asked not in GROUP_SIZES and (asked < 1 or engine not in ("transformers", "native")):
+        return []
+    return [asked, *(size for size in GROUP_SIZES if size < asked)]
 
 
 def matching(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
@@ -157,16 +172,8 @@ def matching(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
     return [name for name in names if name in found]
 
 
-def saved_bytes(shape: Shape, spec: QuantSpec) -> int:
-    """Bytes that quantizing a 16-bit weight [N, K] saves; its scales take 2 bytes each."""
-    n, k = shape
-    packed = spec.activation_bits is None
-    # Packed weights fill whole int32 words and carry weight_shape, two int64.
-    stored = 4 * n * -(-k * spec.bits // 32) + 16 if packed else n * k
-    return 2 * n * k - stored - 2 * n * spec.groups(k)
-
-
-def _check_spec(spec: QuantSpec, engine: str) -> None:
+def check_spec(spec: QuantSpec, engine: str) -> None:
+    """Raise UserError for an unknown engine, or a scheme that no kernel serves."""
     if engine not in ENGINES:
         raise UserError(f"engine is {engine!r}; wanted one of {_words(ENGINES)}")
     if spec.bits not in (4, 8):
@@ -232,15 +239,13 @@ def _fit_group(
     """A group size that divides K of all layers: the spec, the layers that none divides, a note."""
     asked = spec.group_size or 0
     widths = sorted({k for _, k in left.values()})
-    if asked not in GROUP_SIZES and (
-        engine in ("any", "vllm", "sglang") or asked < 1 or any(k % asked for k in widths)
-    ):
+    choices = group_sizes(asked, engine)
+    if not choices or (asked not in GROUP_SIZES and any(k % asked for k in widths)):
         fit = [size for size in GROUP_SIZES if all(k % size == 0 for k in widths)]
         raise UserError(
             f"group size {asked} cannot be for layers with K = {_words(widths)} "
             f"and engine={engine}; sizes that would do: {_words([*fit, 'null (per channel)'])}"
         )
-    choices = [asked, *(size for size in GROUP_SIZES if size < asked)]
     indivisible = [n for n, (_, k) in left.items() if all(k % size for size in choices)]
     fitting = {name: shape for name, shape in left.items() if name not in indivisible}
     if not fitting:

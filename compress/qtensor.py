@@ -3,10 +3,13 @@
 Shapes: N output channels, K input channels, G scales a row (1 per channel, or K / group_size).
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+SCHEME = re.compile(r"W([48])A(8|16)(?: ?g(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,15 @@ class QuantSpec:
         if in_features % self.group_size:
             raise ValueError(f"group size {self.group_size} does not divide {in_features}")
         return in_features // self.group_size
+
+
+def parse_scheme(text: str) -> QuantSpec | None:
+    """The inverse of `QuantSpec.scheme`; None for what does not read as one."""
+    found = SCHEME.fullmatch(text)
+    if found is None:
+        return None
+    bits, activations, group = int(found[1]), int(found[2]), found[3]
+    return QuantSpec(bits, int(group) if group else None, None if activations == 16 else 8)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ of their costs is least. That costs add up is an assumption: it holds to first o
 disturbances, and says nothing of errors that cancel or feed each other from layer to layer.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,8 +34,13 @@ def assign(options: Sequence[Sequence[Option]], budget: int, states: int = STATE
     is never over the budget, and with G groups it costs no more than the best of a budget smaller
     by G parts. Nothing but the last step looks at the budget, and a larger one never costs more.
 
-    Raises ValueError where the smallest options together are over the budget.
+    Raises ValueError where the smallest options together are over the budget, and for a cost that
+    is not finite, by its group and option.
     """
+    for number, group in enumerate(options):
+        for place, option in enumerate(group):
+            if not math.isfinite(option.cost):
+                raise ValueError(f"group {number}, option {place}: its cost is {option.cost}")
     least = sum(min(option.size for option in group) for group in options)
     if least > budget:
         raise ValueError(f"the smallest choice takes {least} bytes, and {budget} are there")

@@ -47,6 +47,7 @@ def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
         fused=not _mixed_qkv(stages["plan"]),
         activations_quantized=scheme.startswith("W8A8"),
         extended=bool((stages["extend"] or {}).get("method")),
+        **_size_after(stages),
         python_docs=(stages["calibrate"] or {}).get("source") == PYTHON_DOCS,
         **stages,
     )
@@ -69,6 +70,17 @@ def _scheme(stages: Mapping[str, Mapping[str, Any] | None]) -> str:
         if found:
             return str(found)
     return "16 bit"
+
+
+def _size_after(stages: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Bytes of the weights and bits a weight: as allocate chose where it did, else as planned."""
+    plan, chosen = stages["plan"], stages["allocate"]
+    if plan is None:
+        return {}
+    if chosen is None:
+        return {"after": plan["bytes"]["after"]["total"], "bits": plan["bits_per_weight"]["after"]}
+    after = chosen["checkpoint_bytes"]
+    return {"after": after, "bits": 8 * after / plan["parameters"]}
 
 
 def _front_matter(recipe: str, model: str, scheme: str) -> str:

@@ -1,6 +1,7 @@
 """allocate: which linear gets how many bits, so that a budget is kept at the least loss."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,19 +13,21 @@ from safetensors.torch import load_file
 from compress import checkpoint, choices, guards
 from compress.algorithms.budget import Option, assign
 from compress.artifact import fingerprint, write_json
-from compress.choices import SIXTEEN_BIT, Group, scheme_name
+from compress.choices import SIXTEEN_BIT, Group, Offer, scheme_name
+from compress.engines import GROUP_SIZES
 from compress.errors import ConfigError, UserError
+from compress.hidden import FLOAT32
 from compress.log import logger
-from compress.model import BlockModel, storage_dtype, tied_names
-from compress.qtensor import QuantSpec
+from compress.model import BlockModel, storage_dtype
+from compress.qtensor import QuantSpec, parse_scheme
 from compress.report.words import significant, size
 from compress.sensitivity import Sensitivity, Variant
+from compress.sizes import tensor_elements
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
-from compress.stages.plan import tensor_elements
-from compress.structure import stored_name
 
 FILE = "sensitivities.json"
+UNTRIED = "more than one format: vLLM and our runtime were tried with a mixture, SGLang was not"
 
 
 @dataclass(kw_only=True)
@@ -33,7 +36,8 @@ class Allocate:
 
     What each group of linears costs in each format, alone, is measured as KL on calibration text
     (`Sensitivity`), and the sum of these is made least within the budget (`assign`). Off without a
-    budget; another budget on the same measurements (force=[allocate]) takes seconds.
+    budget; another budget on the same measurements (force=[allocate]) takes seconds, and
+    force=[calibrate] measures anew.
 
     choices: schemes to choose from beside 16 bit, such as [W4A16 g64, W8A16]; empty: those that go
     with the recipe's. Without INT8 activations these are 4 bit per channel, in the recipe's groups
@@ -42,7 +46,7 @@ class Allocate:
     """
 
     name: ClassVar[str] = "allocate"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics")
     gives: ClassVar[str | None] = "statistics"
     shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "scheme")
@@ -63,16 +67,17 @@ class Allocate:
             if value < least
         ]
         problems += [
-            f"allocate.choices has {text!r}; wanted schemes such as W8A8, W8A16, W4A16 or W4A16 g64"
+            f"allocate.choices has {text!r}; wanted W8A8, W8A16 or W4A16, the last two also in "
+            f"groups of {', '.join(map(str, GROUP_SIZES))}, such as W4A16 g64"
             for text in self.choices
-            if choices.parse_scheme(text) is None
+            if not _is_choice(parse_scheme(text))
         ]
         if problems:
             raise ConfigError(problems)
 
     def specs(self, recipe: QuantSpec) -> list[QuantSpec]:
         """The schemes to choose from, for a recipe of this scheme."""
-        given = [choices.parse_scheme(text) for text in self.choices]
+        given = [parse_scheme(text) for text in self.choices]
         if given:
             return [spec for spec in given if spec is not None]
         if recipe.activation_bits is not None:
@@ -87,13 +92,16 @@ class Allocate:
             trust_remote_code=options.trust_remote_code,
         )
         dtype = storage_dtype(model.config, options.dtype)
-        groups, notes = self._groups(run, model, dtype)
-        room = choices.room(
-            str(run.config.budget), groups, _elements(model), itemsize=dtype.itemsize
+        offer, unscaled = _offer(run, model, dtype)
+        groups, notes, itemsize = offer.groups, offer.notes, dtype.itemsize
+        elements = choices.elements_stored(
+            model.config, model.skeleton, tensor_elements(model.folder)
         )
+        room = choices.room(str(run.config.budget), groups, elements, itemsize=itemsize)
         windows = load_file(statistics / WINDOWS)
         ids, mask = (windows[n][: self.windows, : self.length] for n in ("ids", "mask"))
         costs = self._measure(run, out, model, groups, ids, mask, dtype)
+        _refuse_unmeasured(groups, costs)
         options_of = [
             [Option(group.sizes[spec], cost[spec]) for spec in group.sizes]
             for group, cost in zip(groups, costs, strict=True)
@@ -103,11 +111,8 @@ class Allocate:
             for group, number in zip(groups, assign(options_of, room), strict=True)
         ]
         found = _figures(groups, costs, taken, room)
-        if not found["quantized"]:
-            raise UserError(
-                f"budget={run.config.budget}: all fits in 16 bit, and nothing is left to quantize; "
-                "wanted less, or no budget"
-            )
+        if len({spec for spec in taken if spec}) > 1 and run.config.engine in ("any", "sglang"):
+            notes.append(UNTRIED)
         for note in notes:
             logger.info(f"  {note}")
         logger.info(
@@ -117,21 +122,15 @@ class Allocate:
         checkpoint.hand_on(statistics, out)
         specs = {n: s for g, s in zip(groups, taken, strict=True) if s for n in g.names}
         choices.write_assignment(out, specs)
-        tokens = int(mask.sum())
-        return {"budget": run.config.budget, "tokens": tokens, **found, "notes": notes}
-
-    def _groups(
-        self, run: Run, model: BlockModel, dtype: torch.dtype
-    ) -> tuple[list[Group], list[str]]:
-        config = run.config
-        groups, notes = choices.groups_of(model.config, config)
-        if dtype == torch.float16:
-            guarded: dict[str, str] = {}
-            for group in groups:
-                for spec in filter(None, group.sizes):
-                    guarded |= guards.small_scales(model, group.names, spec)
-            groups, notes = choices.groups_of(model.config, config, guarded)
-        return groups, notes
+        others = itemsize * (sum(elements.values()) - found["weights"])
+        return {
+            "budget": run.config.budget,
+            "tokens": int(mask.sum()),
+            **found,
+            "kept": {**unscaled, **found["kept"]},
+            "checkpoint_bytes": others + found["bytes"],
+            "notes": notes,
+        }
 
     def _measure(
         self,
@@ -156,6 +155,7 @@ class Allocate:
                 variants[index].append(Variant(local, spec))
             places.append(places_of)
         key = {
+            "version": self.version,
             "calibrate": run.manifests["calibrate"]["fingerprint"],
             "device": run.config.device,
             "allocate": asdict(self),
@@ -163,6 +163,12 @@ class Allocate:
         }
         kl = _measured_before(run, key)
         if kl is None:
+            streams = sum(map(len, variants)) + 1
+            channels = model.config.get_text_config().hidden_size
+            logger.info(
+                f"  {streams - 1} variants on {ids.numel()} tokens: "
+                f"{size(FLOAT32 * streams * ids.numel() * channels)} of temporary disk"
+            )
             kl = Sensitivity(
                 model, ids, mask, variants, run.artifacts["statistics"], dtype, run.work, self.batch
             ).measure()
@@ -173,10 +179,26 @@ class Allocate:
         ]
 
 
+def _refuse_unmeasured(
+    groups: Sequence[Group], costs: Sequence[Mapping[QuantSpec | None, float]]
+) -> None:
+    """Raise UserError where a KL is no number, by the linears and the format."""
+    for group, cost in zip(groups, costs, strict=True):
+        for spec, kl in cost.items():
+            if not math.isfinite(kl):
+                raise UserError(
+                    f"{group.name} in {scheme_name(spec)}: its KL is {kl}; look for what overflows "
+                    "there, or keep it in 16 bit with quantize.keep"
+                )
+
+
 def _measured_before(run: Run, key: Mapping[str, Any]) -> list[list[float]] | None:
-    """The KL of the same variants from an earlier run of the stage with another budget, if any."""
+    """The KL of the same variants from an earlier run of the stage with another budget, if any.
+
+    Where calibrate was made again, by force, they are measured again too.
+    """
     file = run.work.parents[1] / Allocate.name / FILE
-    if not file.exists():
+    if not file.exists() or not run.manifests["calibrate"]["skipped"]:
         return None
     found = json.loads(file.read_text())
     if found["key"] != fingerprint(key):
@@ -185,11 +207,26 @@ def _measured_before(run: Run, key: Mapping[str, Any]) -> list[list[float]] | No
     return found["kl"]
 
 
-def _elements(model: BlockModel) -> dict[str, int]:
-    """Values of each tensor of the checkpoint, in which a tied head is not stored."""
-    tied = {stored_name(model.config, name) for name in tied_names(model.skeleton)}
-    found = tensor_elements(model.folder)
-    return {name: count for name, count in found.items() if name not in tied}
+def _is_choice(spec: QuantSpec | None) -> bool:
+    """Whether a scheme is one that any engine has kernels for."""
+    if spec is None or spec.group_size is None:
+        return spec is not None and (spec.bits == 8 or spec.activation_bits is None)
+    return spec.activation_bits is None and spec.group_size in GROUP_SIZES
+
+
+def _offer(run: Run, model: BlockModel, dtype: torch.dtype) -> tuple[Offer, dict[str, str]]:
+    """What may be chosen, less the formats whose scales float16 cannot hold; and the linears that
+    have no choice for that, with the reason.
+    """
+    offer = choices.offer_for(model.config, run.config)
+    if dtype != torch.float16:
+        return offer, {}
+    names: dict[QuantSpec, list[str]] = {}
+    for group in offer.groups:
+        for spec in filter(None, group.sizes):
+            names.setdefault(spec, []).extend(group.names)
+    left = offer.without({spec: guards.small_scales(model, names[spec], spec) for spec in names})
+    return left, {name: why for name, why in left.reasons.items() if name not in offer.reasons}
 
 
 def _figures(

@@ -8,19 +8,25 @@ from typing import Any, ClassVar
 import torch
 from transformers import PretrainedConfig
 
-from compress import choices, engines
+from compress import choices
 from compress.errors import ConfigError, UserError
 from compress.log import logger
-from compress.model import linear_shapes, skeleton, storage_dtype, tied_names
+from compress.model import linear_shapes, skeleton, storage_dtype
 from compress.preflight import preflight
 from compress.report import words
 from compress.runtime.cache import KV_CACHES, bytes_per_token, make_cache
+from compress.sizes import (
+    SIZE,
+    parse_size,
+    shape_bytes,
+    stored_bytes,
+    tensor_bytes,
+    tensor_elements,
+)
 from compress.source import read_config
 from compress.stage import Run
-from compress.structure import stored_name
-from compress.tensors import TensorFiles
 
-SIXTEEN_BIT = 2  # bytes
+HALF = 2  # bytes of an activation in 16 bit
 OWN_CACHE = (
     "the KV cache is counted in 8 bit as our own runtime keeps it (serve.kv_cache); "
     "vLLM and SGLang have settings of their own"
@@ -40,7 +46,7 @@ class Plan:
     """
 
     name: ClassVar[str] = "plan"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = None
     shares: ClassVar[tuple[str, ...]] = ("model", "engine", "scheme", "kv_cache")
@@ -51,7 +57,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.memory is not None and not choices.SIZE.fullmatch(self.memory):
+        if self.memory is not None and not SIZE.fullmatch(self.memory):
             problems.append(f"plan.memory is {self.memory!r}; wanted a size such as 24GB or 80GiB")
         for name, value in (("batch", self.batch), ("tokens", self.tokens)):
             if value < 1:
@@ -71,13 +77,15 @@ class Plan:
         dtype = storage_dtype(config, options.dtype)
         scheme, notes = chosen.spec.scheme, [*chosen.notes]
         stored = {
-            name: math.prod(shapes[name]) * SIXTEEN_BIT
-            - engines.saved_bytes(shapes[name], chosen.spec)
+            name: stored_bytes(shapes[name], chosen.spec, dtype.itemsize) + shape_bytes(chosen.spec)
             for name in chosen.quantize
         }
+        reasons = dict(chosen.reasons)
         if run.config.budget is not None:
             scheme = "mixed precision"
-            stored, notes = _mixed(run, config, sizes, dtype)
+            offer = choices.offer_for(config, run.config)
+            stored, notes = _mixed(run, config, offer, sizes, dtype)
+            reasons |= offer.reasons
         if kv_cache != "16" and run.config.engine != "native":
             notes.append(OWN_CACHE)
         for note in notes:
@@ -116,13 +124,13 @@ class Plan:
             },
             "memory": memory,
             "quantized": list(stored),
-            "kept": {name: why for name, why in chosen.reasons.items() if name not in stored},
+            "kept": {name: why for name, why in reasons.items() if name not in stored},
             "notes": notes,
             "dtype": str(dtype).removeprefix("torch."),
         }
 
     def _memory(self, config: PretrainedConfig, weights: int, per_token: int) -> dict[str, Any]:
-        given = None if self.memory is None else choices.parse_size(self.memory)
+        given = None if self.memory is None else parse_size(self.memory)
         parts = {
             "weights": weights,
             "kv_cache": self.batch * self.tokens * per_token,
@@ -157,25 +165,28 @@ class Plan:
 
 
 def _mixed(
-    run: Run, config: PretrainedConfig, sizes: dict[str, int], dtype: torch.dtype
+    run: Run,
+    config: PretrainedConfig,
+    offer: choices.Offer,
+    sizes: dict[str, int],
+    dtype: torch.dtype,
 ) -> tuple[dict[str, int], list[str]]:
     """Bytes of each linear that the stage allocate will choose a format for, at the mean of the
     budget, and what is to be said of it. Raises UserError where the budget cannot be kept to.
     """
     trust = run.config.model.trust_remote_code
-    tied = {stored_name(config, n) for n in tied_names(skeleton(config, dtype, trust))}
-    elements = {name: count for name, count in sizes.items() if name not in tied}
-    groups, notes = choices.groups_of(config, run.config)
-    room = choices.room(str(run.config.budget), groups, elements, itemsize=dtype.itemsize)
-    weights = sum(group.weights for group in groups)
-    each = min(room / weights, dtype.itemsize)
+    elements = choices.elements_stored(config, skeleton(config, dtype, trust), sizes)
+    groups, itemsize = offer.groups, dtype.itemsize
+    each = choices.room(str(run.config.budget), groups, elements, itemsize=itemsize) / sum(
+        group.weights for group in groups
+    )
     shapes = linear_shapes(config, trust)
     stored = {n: int(each * math.prod(shapes[n])) for group in groups for n in group.names}
     note = (
         f"mixed precision by the stage allocate: {8 * each:.2f} bits a weight in the mean of "
         f"{len(stored)} linears"
     )
-    return stored, [note, *notes]
+    return stored, [note, *offer.notes]
 
 
 def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:
@@ -191,17 +202,6 @@ def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:
         f"{memory['batch']} x {memory['tokens']} tokens, activations {activations}, "
         f"overhead {overhead}), {given} given; {way_out}"
     )
-
-
-def tensor_elements(folder: Path) -> dict[str, int]:
-    """Weights of each tensor by name, from the headers."""
-    return {name: math.prod(shape) for name, (shape, _) in TensorFiles(folder).shapes().items()}
-
-
-def tensor_bytes(folder: Path) -> dict[str, int]:
-    """Bytes of each tensor by name, in the dtype that it is stored in."""
-    shapes = TensorFiles(folder).shapes()
-    return {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
 
 
 PARTS = ("embeddings", "attention", "mlp", "norms", "lm_head", "other")
@@ -237,5 +237,5 @@ def activation_bytes(config: PretrainedConfig, batch: int, tokens: int) -> int:
     """
     text = config.get_text_config()
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    prefill = tokens * (2 * text.hidden_size + 2 * wide) * SIXTEEN_BIT
+    prefill = tokens * (2 * text.hidden_size + 2 * wide) * HALF
     return prefill + batch * text.vocab_size * 4

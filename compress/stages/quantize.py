@@ -103,7 +103,7 @@ class Quantize:
         )
         dtype = storage_dtype(model.config, options.dtype)
         chosen = preflight(model.config, run.config)
-        if dtype == torch.float16:
+        if dtype == torch.float16 and run.config.budget is None:
             kept = guards.small_scales(model, chosen.quantize, chosen.spec)
             chosen = preflight(model.config, run.config, kept)
         specs, ignore = dict.fromkeys(chosen.quantize, chosen.spec), chosen.ignore

@@ -1,13 +1,14 @@
 """Mixed precision under a budget, the whole way: what it leaves, refuses and goes on from."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small import SMALL, composed, die, forked
 from test_run import files
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from compress import pipeline, sensitivity
 from compress.config import Config
 from compress.errors import ConfigError, UserError
+from compress.report.words import size
 from compress.runtime.loader import load
+from compress.stages.allocate import UNTRIED
 from compress.tensors import TensorFiles
 
 Small = Callable[..., Config]
@@ -67,6 +70,9 @@ def test_the_manifest_names_the_layers_kept_and_why(mixed: Path) -> None:
         sum(layer["kl"].get(layer["taken"], 0) for layer in found["layers"])
     )
     assert found["kl"] < min(row["kl"] for row in found["uniform"])
+    assert any("W8A16 in vLLM runs on CUDA only" in note for note in found["notes"])
+    kept = json.loads((mixed / "stages" / "plan.json").read_text())["metrics"]["kept"]
+    assert kept["model.layers.0.self_attn.q_proj"] == "query and key, on which RoPE acts"
 
 
 def test_the_report_draws_it(mixed: Path) -> None:
@@ -78,7 +84,11 @@ def test_the_report_draws_it(mixed: Path) -> None:
     assert "Budget 10: 10.00 bits a weight" in markdown
     assert "| W8A16 |" in markdown
     card = (mixed / "checkpoint" / "README.md").read_text()
-    assert f"{manifest(mixed, 'allocate')['quantized']} linear layers are stored" in card
+    found = manifest(mixed, "allocate")
+    assert f"{found['quantized']} linear layers are stored" in card
+    weights = sum(t.nbytes for t in load_file(mixed / "checkpoint" / "model.safetensors").values())
+    assert weights - found["checkpoint_bytes"] == 16 * found["quantized"]  # weight_shape
+    assert f"{size(found['checkpoint_bytes'])} after" in card
 
 
 def test_a_budget_in_bytes_is_kept_to_on_disk_and_every_loader_reads_it(small: Small) -> None:
@@ -91,6 +101,7 @@ def test_a_budget_in_bytes_is_kept_to_on_disk_and_every_loader_reads_it(small: S
     assert planned == pytest.approx(weights, rel=0.03)
 
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert UNTRIED in manifest(out, "allocate")["notes"]
     targets = [name for group in config["config_groups"].values() for name in group["targets"]]
     assert len(config["config_groups"]) > 1
     assert len(targets) == len(set(targets)) == manifest(out, "allocate")["quantized"]
@@ -108,14 +119,49 @@ def test_what_cannot_be_is_refused_with_the_least_that_can(small: Small) -> None
         pipeline.run(small(*WHOLE, BUILD, "budget=4"))
     assert "\n" not in str(caught.value)
     assert not (Path(small().out or "") / "stages" / "calibrate.json").exists()  # plan said it
-    with pytest.raises(UserError, match=r"budget=10MB: all fits in 16 bit"):
-        pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=10MB"))
+    with pytest.raises(
+        UserError, match=r"budget=10MB: all fits in 16 bit.* below \d\.\dMB, or none"
+    ):
+        pipeline.run(small(*WHOLE, BUILD, "budget=10MB"))
+    assert not (Path(small().out or "") / "stages" / "calibrate.json").exists()
 
 
 @pytest.mark.parametrize("budget", ["much", "0", "4TB"])
 def test_what_is_no_budget_is_refused_before_anything(small: Small, budget: str) -> None:
     with pytest.raises(ConfigError, match=r"wanted bits a weight such as 4\.5"):
         small(f"budget={budget}")
+
+
+@pytest.mark.parametrize("choice", ["W4A16 g0", "W4A16 g7", "W4A16 g48", "W8A8 g64", "W4A8"])
+def test_what_no_kernel_serves_is_no_choice(small: Small, choice: str) -> None:
+    with pytest.raises(ConfigError, match=rf"choices has '{choice}'; wanted W8A8, W8A16 or W4A16"):
+        small("budget=5", f"allocate.choices=[W8A16,{choice}]")
+
+
+def test_float16_is_guarded_format_by_format(
+    small: Small, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.gate_proj.weight"] *= 2.0**-12  # too small for 4 and 8 bit
+    tensors["model.layers.2.mlp.down_proj.weight"] *= 2.0**-6  # for the scales of 8 bit alone
+    half = {name: tensor.half() for name, tensor in tensors.items()}
+    save_file(half, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    settings = ("stages=[calibrate,quantize]", "budget=8", "allocate.choices=[W4A16 g64,W8A16]")
+    out = pipeline.run(small(*WHOLE, *settings, f"model.path={folder}"))
+    found = manifest(out, "allocate")
+    of = {layer["name"]: set(layer["bytes"]) for layer in found["layers"]}
+    assert of["model.layers.2.mlp.down_proj"] == {"W4A16 g64", "16 bit"}
+    assert of["model.layers.1.mlp.down_proj"] == {"W4A16 g64", "W8A16", "16 bit"}
+    lost = [f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj")]
+    assert "model.layers.0.mlp.gate_proj+up_proj" not in of
+    assert all("below float16's" in found["kept"][name] for name in lost)
+    assert any("W8A16 is not offered: 1 × down_proj (its scales" in n for n in found["notes"])
+    config = json.loads((out / "stages" / "quantize" / "config.json").read_text())
+    assert set(lost) <= set(config["quantization_config"]["ignore"])
+    assert manifest(out, "quantize")["heldout_kl"]["after"] < 1
 
 
 def test_int8_chooses_between_int8_and_16_bit(small: Small) -> None:
@@ -128,8 +174,9 @@ def test_int8_chooses_between_int8_and_16_bit(small: Small) -> None:
 def test_without_a_budget_the_stage_is_not_there(small: Small) -> None:
     assert "allocate" not in small().stages
     assert small("budget=5").stages[2:4] == ["allocate", "quantize"]
-    with pytest.raises(ConfigError, match="allocate runs with a budget alone"):
-        small("only=allocate")
+    for asked in ("only=allocate", "stages=[allocate]"):
+        with pytest.raises(ConfigError, match="allocate runs with a budget alone"):
+            small(asked)
 
 
 def test_a_budget_is_neither_switched_on_nor_off_unasked(small: Small) -> None:
@@ -157,6 +204,10 @@ def test_a_changed_budget_is_refused_by_name_then_rebuilt(small: Small) -> None:
     pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=6", "force=[allocate]"))
     assert manifest(out, "allocate")["bytes"] > before
     assert "sensitivities were measured before" in (out / "log.txt").read_text()
+    said = (out / "log.txt").read_text().count("sensitivities were measured before")
+    settings = ("stages=[calibrate,quantize]", "budget=6")
+    pipeline.run(small(*WHOLE, *settings, "force=[calibrate]"))
+    assert (out / "log.txt").read_text().count("sensitivities were measured before") == said
 
 
 def killed(config: Config, after: int) -> None:

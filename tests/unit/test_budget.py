@@ -1,6 +1,7 @@
 """The assignment of formats to layers: exact on small cases, never over, monotone."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -56,6 +57,12 @@ def test_what_cannot_fit_is_said_with_the_least_that_can() -> None:
         assign(groups, 11)
 
 
+@pytest.mark.parametrize("cost", [math.nan, math.inf])
+def test_a_cost_that_is_no_number_is_refused_by_its_place(cost: float) -> None:
+    with pytest.raises(ValueError, match=f"group 1, option 0: its cost is {cost}"):
+        assign([[Option(1, 0.5)], [Option(1, cost), Option(2, 0.0)]], 10)
+
+
 def test_of_equal_costs_the_smaller_is_taken() -> None:
     assert assign([[Option(9, 0.1), Option(4, 0.1), Option(12, 0.1)]], 100) == [1]
 
@@ -74,7 +81,7 @@ def model_of(count: int) -> list[list[Option]]:
 
 @pytest.mark.parametrize("share", [0.27, 0.3, 0.5, 0.9])
 def test_few_states_cost_no_more_than_a_slightly_smaller_budget(share: float) -> None:
-    groups, states = model_of(100), 1 << 10
+    groups, states = model_of(24), 1 << 8
     whole = sum(group[3].size for group in groups)
     budget, parts = int(share * whole), len(groups) * (whole - smallest(groups)) // states
     coarse = assign(groups, budget, states)
@@ -86,7 +93,7 @@ def test_few_states_cost_no_more_than_a_slightly_smaller_budget(share: float) ->
 
 
 def test_beats_every_uniform_choice_of_the_same_size() -> None:
-    groups = model_of(100)
+    groups = model_of(24)
     for number in range(3):
         uniform = [number] * len(groups)
         mixed = assign(groups, size(groups, uniform))

@@ -2,9 +2,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from compress.engines import ENGINES, matching, preflight, saved_bytes
+from compress.engines import ENGINES, matching, preflight
 from compress.errors import UserError
 from compress.qtensor import QuantSpec
+from compress.sizes import saved_bytes
 from compress.support import refuse_unsupported
 
 W8A8 = QuantSpec(8, activation_bits=8)

@@ -1,0 +1,65 @@
+"""The benchmark of budgets: whose results it adds to, and how many bits it gives the mixture."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from families import family_config
+from safetensors.torch import save_file
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "budget.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmarks_budget", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def options(model: Path, **changed: object) -> argparse.Namespace:
+    given = {"model": model, "engine": "vllm", "choices": ["W4A16 g32", "W8A16"], "samples": 4}
+    return argparse.Namespace(**{**given, "uniform": ["W8A16"], "work": model, **changed})
+
+
+def test_results_of_other_settings_are_not_added_to(benchmark: ModuleType, tmp_path: Path) -> None:
+    file, given = tmp_path / "budget-x.json", options(tmp_path)
+    assert benchmark.results_before(file, given) == {}
+    file.write_text(json.dumps(benchmark.settings(given) | {"results": {"W8A16": {}}}))
+    more = options(tmp_path, uniform=["W8A16", "W4A16 g32"])
+    assert benchmark.results_before(file, more) == {"W8A16": {}}
+    with pytest.raises(SystemExit, match=r"other settings: samples was 4, is now 8\. Give another"):
+        benchmark.results_before(file, options(tmp_path, samples=8))
+
+
+def test_the_mixture_gets_the_bits_that_are_on_disk(benchmark: ModuleType, tmp_path: Path) -> None:
+    config = family_config("llama")
+    config.save_pretrained(tmp_path)
+    hidden, wide = config.hidden_size, config.intermediate_size
+    tensors = {}
+    for index in range(config.num_hidden_layers):
+        prefix = f"model.layers.{index}"
+        tensors[f"{prefix}.self_attn.q_proj.weight"] = torch.zeros(hidden, hidden)  # not counted
+        for name, (n, k) in {
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (wide, hidden),
+            "mlp.up_proj": (wide, hidden),
+        }.items():
+            tensors[f"{prefix}.{name}.weight_packed"] = torch.zeros(n, k // 8, dtype=torch.int32)
+            tensors[f"{prefix}.{name}.weight_scale"] = torch.zeros(n, k // 32).bfloat16()
+            tensors[f"{prefix}.{name}.weight_shape"] = torch.tensor([n, k])
+        # Left in 16 bit by the uniform run, and a choice of the mixture all the same.
+        tensors[f"{prefix}.mlp.down_proj.weight"] = torch.zeros(hidden, wide).bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors")
+    four, sixteen = hidden * hidden + 2 * wide * hidden, wide * hidden
+    wanted = (4.5 * four + 16 * sixteen) / (four + sixteen)
+    assert benchmark.bits_on_disk(tmp_path, options(tmp_path)) == pytest.approx(wanted, abs=2e-6)
