@@ -1,6 +1,7 @@
 """One block on its way to integers: smoothed, clipped, rounded, and what became of its linears."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,9 @@ class BlockWork:
         local = {n.removeprefix(prefix): t.to(self.model.device) for n, t in statistics.items()}
         specs = {n.removeprefix(prefix): s for n, s in self.specs.items() if n.startswith(prefix)}
         dtype = self.dtype
-        with self.model.block(self.index) as block:
+        with ExitStack() as stack:
+            with self.clock.part("reading"):
+                block = stack.enter_context(self.model.block(self.index))
             if streams is not None and streams.targets:
                 with self.clock.part("forward"):
                     streams.advance(FULL, block, self.index)

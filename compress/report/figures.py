@@ -102,6 +102,7 @@ def _stage(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
         "skipped": bool(manifest.get("skipped", False)),
         **{key: manifest.get(key) for key in keys},
         "seconds_by_part": manifest["metrics"].get("seconds_by_part"),
+        "went_on": bool(manifest["metrics"].get("went_on", False)),
     }
 
 

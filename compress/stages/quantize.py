@@ -144,10 +144,13 @@ class Quantize:
                 steps=self.steps,
                 rate=self.rate,
             )
-            tensors, layers = work.run(load_block_statistics(statistics, index), streams)
-            _save_block(run.work, index, tensors, layers)
-            if streams is not None:
-                streams.commit()
+            with clock.part("reading"):
+                found = load_block_statistics(statistics, index)
+            tensors, layers = work.run(found, streams)
+            with clock.part("saving"):
+                _save_block(run.work, index, tensors, layers)
+                if streams is not None:
+                    streams.commit()
             done[index] = layers
 
         config = describe(dense)
@@ -176,6 +179,7 @@ class Quantize:
             "heldout_kl": {"before": 0.0, "after": measured.kl},
             "heldout": measured.asdict(),
             "seconds_by_part": clock.seconds,
+            "went_on": first > 0,  # then these seconds are those of the last process alone
             "notes": notes,
         }
 

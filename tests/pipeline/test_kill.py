@@ -1,5 +1,6 @@
 """`kill -9` anywhere, then the same command: the same bytes as a run left alone."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -109,3 +110,8 @@ def test_killed_between_the_blocks_of_a_rounding_that_sees_data(
     assert "quantize: goes on" in (out / "log.txt").read_text()
     assert forked(lambda: pipeline.run(small(*settings, f"out={other}"))) == 0
     assert files(out / "stages" / "quantize") == files(other / "stages" / "quantize")
+    for folder, went_on in ((out, True), (other, False)):
+        told = json.loads((folder / "stages" / "quantize.json").read_text())["metrics"]
+        assert told["went_on"] is went_on
+        parts = told["seconds_by_part"]
+        assert {"reading", "saving", "writing", "held-out"} <= set(parts)

@@ -319,6 +319,7 @@ def test_figures_hold_what_the_stages_said(run: SimpleNamespace) -> None:
         "peak_rss_bytes": 1_000_000_000,
         "temporary_disk_bytes": 30_000_000,
         "seconds_by_part": None,
+        "went_on": False,
         "started": "2026-01-01T10:00:00+00:00",
         "finished": "2026-01-01T10:05:00+00:00",
     }
@@ -569,6 +570,15 @@ def test_markdown_holds_verdict_and_tables(run: SimpleNamespace) -> None:
     assert "| plan | 3.70 s | 1.00 GB | 30.0 MB | from an earlier run |" in text
     assert "Of quantize: search 12.5 s, writing 250 ms." in text
     assert "<script" not in text
+
+
+def test_seconds_by_part_of_a_stage_that_went_on_say_so(run: SimpleNamespace) -> None:
+    found = figures(run)
+    (row,) = (row for row in found["stages"] if row["seconds_by_part"])
+    row["went_on"] = True
+    for text in (short(found), page(found)):
+        said = "Of quantize, since it went on: search 12.5 s, writing 250 ms."
+        assert said in text.replace("\u00a0", " ")
 
 
 def test_stage_writes_three_files(run: SimpleNamespace, tmp_path: Path) -> None:
