@@ -1,29 +1,19 @@
 """The benchmark of budgets: whose results it adds to, and how many bits it gives the mixture."""
 
 import argparse
-import importlib.util
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from families import family_config
 from safetensors.torch import save_file
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "budget.py"
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_budget", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))  # scripts that stand beside each other, no package
+benchmark = import_module("budget")
 
 
 def options(model: Path, **changed: object) -> argparse.Namespace:
@@ -31,7 +21,7 @@ def options(model: Path, **changed: object) -> argparse.Namespace:
     return argparse.Namespace(**{**given, "uniform": ["W8A16"], "work": model, **changed})
 
 
-def test_results_of_other_settings_are_not_added_to(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_results_of_other_settings_are_not_added_to(tmp_path: Path) -> None:
     file, given = tmp_path / "budget-x.json", options(tmp_path)
     assert benchmark.results_before(file, given) == {}
     file.write_text(json.dumps(benchmark.settings(given) | {"results": {"W8A16": {}}}))
@@ -41,7 +31,7 @@ def test_results_of_other_settings_are_not_added_to(benchmark: ModuleType, tmp_p
         benchmark.results_before(file, options(tmp_path, samples=8))
 
 
-def test_the_mixture_gets_the_bits_that_are_on_disk(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_the_mixture_gets_the_bits_that_are_on_disk(tmp_path: Path) -> None:
     config = family_config("llama")
     config.save_pretrained(tmp_path)
     hidden, wide = config.hidden_size, config.intermediate_size
