@@ -20,7 +20,7 @@ from compress.hidden import FLOAT32
 from compress.log import logger
 from compress.model import BlockModel, storage_dtype
 from compress.qtensor import QuantSpec, parse_scheme
-from compress.report.words import significant, size
+from compress.report.words import SPACE, significant, size
 from compress.sensitivity import Sensitivity, Variant
 from compress.sizes import tensor_elements
 from compress.stage import Run
@@ -165,9 +165,9 @@ class Allocate:
         if kl is None:
             streams = sum(map(len, variants)) + 1
             channels = model.config.get_text_config().hidden_size
+            disk = size(FLOAT32 * streams * ids.numel() * channels).replace(SPACE, " ")
             logger.info(
-                f"  {streams - 1} variants on {ids.numel()} tokens: "
-                f"{size(FLOAT32 * streams * ids.numel() * channels)} of temporary disk"
+                f"  {streams - 1} variants on {ids.numel()} tokens: {disk} of temporary disk"
             )
             kl = Sensitivity(
                 model, ids, mask, variants, run.artifacts["statistics"], dtype, run.work, self.batch
@@ -272,7 +272,7 @@ def _figures(
 def _why_kept(group: Group, cost: Mapping[QuantSpec | None, float]) -> str:
     """The reason for 16 bit: what the cheapest other format would have cost and saved."""
     other = min((spec for spec in cost if spec is not None), key=lambda spec: cost[spec])
-    saved = size(group.sizes[None] - group.sizes[other]).replace("\u00a0", " ")
+    saved = size(group.sizes[None] - group.sizes[other]).replace(SPACE, " ")
     return (
         f"the budget has room for it: {other.scheme} would cost a KL of "
         f"{significant(cost[other])} and save {saved}"
