@@ -8,7 +8,6 @@ import resource
 import threading
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -40,12 +39,7 @@ class PeakMemory:
             CLEAR_REFS.write_text("5")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.peak = high_water()
 
 
@@ -63,12 +57,7 @@ class PeakDisk:
         self._watch.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._watch.join()
 
