@@ -162,8 +162,8 @@ class BlockWork:
     ) -> dict[str, QTensor]:
         """`rounded` learned on, where the block's error on the same windows becomes smaller."""
         linears = {
-            n: RoundingLinear(weight_of(block, n), _bias_of(block, n), q.spec, self.dtype, q.scales)
-            for n, q in rounded.items()
+            n: RoundingLinear(weight_of(block, n), _bias_of(block, n), start)
+            for n, start in rounded.items()
         }
         batches = streams.batches(self.index, seed=self.seed + self.index)
         same = streams.first(self.index)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.algorithms.rtn import stored_scales
-from compress.qtensor import QTensor, QuantSpec
+from compress.qtensor import QTensor
 from compress.trainable import straight_through_int8
 
 FACTORS = 0.3, 1.2
@@ -23,23 +22,14 @@ FACTORS = 0.3, 1.2
 class RoundingLinear(nn.Module):
     """A linear whose rounding is learned: ints = round(weight / scales + offset).
 
-    offset [N, K] in [-0.5, 0.5]. factor [N, G] within FACTORS: of `first` [N, G], the scales to
-    start from; None: those that keep the largest weight of a group. Scales are rounded to `dtype`,
-    in which they will be stored.
+    offset [N, K] in [-0.5, 0.5]. factor [N, G] within FACTORS, of the scales of `start`, in whose
+    dtype scales are stored.
     """
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        spec: QuantSpec,
-        dtype: torch.dtype,
-        first: Tensor | None = None,
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, start: QTensor) -> None:
         super().__init__()
-        self.spec, self.dtype, self.bias = spec, dtype, bias
-        self.weight = weight.float()
-        self.first = (stored_scales(weight, spec, dtype) if first is None else first).float()
+        self.spec, self.dtype, self.bias = start.spec, start.scales.dtype, bias
+        self.weight, self.first = weight.float(), start.scales.float()
         self.offset = nn.Parameter(torch.zeros_like(self.weight))
         self.factor = nn.Parameter(torch.ones_like(self.first))
 

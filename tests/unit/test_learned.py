@@ -28,7 +28,8 @@ class Block(nn.Module):
 
 def rounding(linear: nn.Linear, spec: QuantSpec, dtype: torch.dtype) -> RoundingLinear:
     bias = None if linear.bias is None else linear.bias.detach()
-    return RoundingLinear(linear.weight.detach(), bias, spec, dtype)
+    weight = linear.weight.detach()
+    return RoundingLinear(weight, bias, rtn(weight, spec, dtype))
 
 
 @pytest.mark.parametrize("spec", [W4G32, QuantSpec(4), W8A8], ids=lambda s: s.scheme)
