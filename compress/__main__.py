@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -14,7 +15,7 @@ from safetensors import SafetensorError
 from compress import arguments
 from compress import config as schema
 from compress.arguments import CONF
-from compress.errors import UserError
+from compress.errors import GateError, UserError
 
 RECIPES = CONF / "recipe"
 
@@ -53,23 +54,41 @@ def _end(message: str, status: int = 2) -> None:
     sys.exit(status)
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def run(composed: DictConfig) -> None:
-    """One job: composed by Hydra, checked, run."""
-    from compress import pipeline
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of a command so far. broken: what score.gate found of them, a line each."""
 
-    with told_plainly():
-        settings = schema.typed(composed)
-        job = HydraConfig.get()
-        if job.mode == RunMode.MULTIRUN and composed.out is None:
-            # Each job of a sweep has a folder of its own, named by what it sweeps.
-            swept = job.job.override_dirname.replace("/", "-").replace("'", "")
-            settings.out = f"{settings.out}/{swept}"
-        pipeline.run(settings)
+    broken: list[str] = field(default_factory=list)
+
+
+def runner(jobs: Jobs) -> Callable[[], None]:
+    """What runs the jobs of the command line, one after another, and notes how they end."""
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    def run(composed: DictConfig) -> None:
+        from compress import pipeline
+
+        with told_plainly():
+            settings = schema.typed(composed)
+            job = HydraConfig.get()
+            if job.mode == RunMode.MULTIRUN and composed.out is None:
+                # Each job of a sweep has a folder of its own, named by what it sweeps.
+                swept = job.job.override_dirname.replace("/", "-").replace("'", "")
+                settings.out = f"{settings.out}/{swept}"
+            try:
+                pipeline.run(settings)
+            except GateError as error:  # the other jobs of a sweep still run
+                jobs.broken.append(f"{settings.out}: {error}")
+
+    return run
 
 
 def main() -> None:
-    """Entry of `python -m compress`; a user's mistake is one line on stderr and status 2."""
+    """Entry of `python -m compress`.
+
+    Status 2 and one line on stderr: a user's mistake. Status 3: all was run and written, and a
+    result breaks the recipe's own limits (score.gate); the reasons are on stderr.
+    """
     words = sys.argv[1:]
     shows_help = any(word in ("--help", "-h", "--hydra-help", "--version") for word in words)
     schema.register()
@@ -83,7 +102,10 @@ def main() -> None:
         elif not any(word.startswith("recipe=") for word in words):
             words.append("recipe=tiny")  # Hydra shows a whole configuration, so it needs one
         sys.argv[1:] = words
-        run()
+        jobs = Jobs()
+        runner(jobs)()
+    if jobs.broken:
+        _end("\ncompress: ".join(jobs.broken), status=3)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import torch
 from hydra.core.config_store import ConfigStore
@@ -159,6 +159,8 @@ def check_field(path: str) -> None:
     """Raise UserError where the schema has no field of this dotted name, with those near it."""
     kind: Any = Config
     for depth, part in enumerate(path.split(".")):
+        if get_origin(kind) is dict:
+            return
         names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
         if part not in names:
             where = ".".join(path.split(".")[:depth])

@@ -1,4 +1,4 @@
-"""The two ways a run ends early, each told in one line without a traceback."""
+"""The ways a run ends other than well, each told without a traceback."""
 
 
 class UserError(Exception):
@@ -6,6 +6,17 @@ class UserError(Exception):
 
     `python -m compress` prints the message alone and exits with status 2.
     """
+
+
+class GateError(Exception):
+    """A run that did all it was asked to, and whose result breaks the recipe's own limits.
+
+    `python -m compress` prints the reasons and exits with status 3.
+    """
+
+    def __init__(self, reasons: list[str]) -> None:
+        self.reasons = reasons
+        super().__init__(f"score.gate is broken: {'; '.join(reasons)}")
 
 
 class ConfigError(UserError):

@@ -12,7 +12,8 @@ from typing import Any
 from compress import data, log, source
 from compress.artifact import Artifact, differences, fingerprint, write_text
 from compress.config import STAGES, Config
-from compress.errors import UserError
+from compress.errors import GateError, UserError
+from compress.eval import gate
 from compress.machine import PeakDisk, PeakMemory, hardware, packages, release_memory
 from compress.stage import Run, Stage
 
@@ -43,7 +44,8 @@ def run(config: Config) -> Path:
     """Take the model through the recipe's stages and return the run's folder.
 
     Stages whose result is on disk, made from the same settings, are skipped; an interrupted stage
-    goes on. Raises UserError for what the user can mend, before anything is loaded where possible.
+    goes on. Raises UserError for what the user can mend, before anything is loaded where possible,
+    and GateError, once all is written, where the result breaks the limits of score.gate.
     """
     out = Path(config.out or "")
     with _own(out):
@@ -58,6 +60,7 @@ def run(config: Config) -> Path:
                 logger.info(f"done in {seconds:.0f} s: {out}")
             else:
                 logger.info(f"nothing to do: every stage is done, {out} ({seconds:.1f} s)")
+            _judge(config, steps)
             return out
         finally:
             log.stop()
@@ -84,6 +87,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
             **({"budget": config.budget} if config.budget is not None else {}),
         },
         "kv_cache": config.serve.kv_cache,
+        "gate": config.section("score")["gate"],
     }
     stages = [config.stage(name) for name in config.stages]
     kinds: dict[str, str] = {}
@@ -103,7 +107,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
         key = {
             "stage": stage.name,
             "version": stage.version,
-            stage.name: config.section(stage.name) if stage.name != "source" else {},
+            stage.name: _section(config, stage.name),
             **{n: shared[n] if n in shared else config.section(n) for n in stage.shares},
             "inputs": {k: earlier if k == MANIFESTS else kinds[k] for k in stage.needs},
         }
@@ -121,6 +125,12 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     if config.only is not None:
         _refuse_stale(used, config.only)
     return steps
+
+
+def _section(config: Config, name: str) -> dict[str, Any]:
+    """A stage's own settings, less the gate, which judges scores and changes none of them."""
+    fields = config.section(name) if name != "source" else {}
+    return {field: value for field, value in fields.items() if field != "gate"}
 
 
 def _folder(name: str, out: Path) -> Path:
@@ -268,6 +278,16 @@ def _run_step(
     step.artifact.finish(manifest)
     logger.info(f"{step.name}: {seconds:.1f} s, peak memory {memory.peak / 1e9:.2f} GB")
     return manifest
+
+
+def _judge(config: Config, steps: list[Step]) -> None:
+    """Raise GateError where the scores, if this run asked for any, break the recipe's limits."""
+    for step in steps:
+        manifest = step.artifact.manifest()
+        if step.name == "score" and config.only in (None, "score", "report") and manifest:
+            reasons = gate.broken(config.score.gate, manifest["metrics"])
+            if reasons:
+                raise GateError(reasons)
 
 
 def publish(out: Path) -> None:

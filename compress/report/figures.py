@@ -11,6 +11,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from compress import machine
+from compress.eval import gate
 from compress.report.verdict import verdict
 from compress.stage import Run
 
@@ -40,6 +41,7 @@ def figures(run: Run) -> dict[str, Any]:
         "bits_per_weight": _bits(plan, export),
         "fidelity": score["fidelity"] if score else None,
         "tasks": score["tasks"] if score else [],
+        "gate": _gate(config.score.gate, score),
         "outputs": _outputs(run),
         "latency": dict(serve) if serve else None,
         **{name: metrics.get(name) for name in SECTIONS},
@@ -75,6 +77,13 @@ def command(config: Any) -> str:
 
 def _first(metrics: Mapping[str, Any], key: str, stages: tuple[str, ...]) -> Any:
     return next((metrics[s][key] for s in stages if metrics.get(s, {}).get(key)), None)
+
+
+def _gate(limits: gate.Gate, score: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The recipe's limits and which of them are broken; None where there are none or no scores."""
+    if score is None or not limits.limits:
+        return None
+    return {**dataclasses.asdict(limits), "broken": gate.broken(limits, score)}
 
 
 def _bytes(plan: Mapping[str, Any] | None, export: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def verdict(figures: Figures) -> dict[str, Any]:
     """`headline` and `findings`, from the figures of report.json; no judgement beyond them."""
     findings = [
         finding
-        for findings_of in (_broken, _fits, _smaller, _faster, _closeness, _tasks, _tuned)
+        for findings_of in (_broken, _gate, _fits, _smaller, _faster, _closeness, _tasks, _tuned)
         for finding in findings_of(figures)
     ]
     return {"headline": _headline(figures), "findings": [asdict(f) for f in findings]}
@@ -63,6 +63,8 @@ def _headline(figures: Figures) -> str:
             facts.append(f"the one task {'' if worse else 'not '}measurably worse")
         else:
             facts.append(f"{worse or 'none'} of {every} tasks measurably worse")
+    if figures["gate"] and figures["gate"]["broken"]:
+        facts.append("the recipe's gate is broken")
     return f"{title}: {', '.join(facts)}." if facts else f"{title}: nothing was measured."
 
 
@@ -75,6 +77,18 @@ def _broken(figures: Figures) -> Iterator[Finding]:
     if figures["not_finite"]:
         names = listed(figures["not_finite"][:5])
         yield Finding("Not finite", f"NaN or infinity was measured: {names}.", "bad")
+
+
+def _gate(figures: Figures) -> Iterator[Finding]:
+    found = figures["gate"]
+    if not found:
+        return
+    if found["broken"]:
+        yield Finding("It fails the recipe's gate", f"{'; '.join(found['broken'])}.", "bad")
+        return
+    limits = [] if found["kl"] is None else [f"KL at most {found['kl']:g} nats a token"]
+    limits += [f"{name} at most {most:g} points lower" for name, most in found["tasks"].items()]
+    yield Finding("It passes the recipe's gate", f"{'; '.join(limits)}.", "good")
 
 
 def _fits(figures: Figures) -> Iterator[Finding]:

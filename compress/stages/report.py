@@ -18,7 +18,7 @@ class Report:
     version: ClassVar[int] = 1
     needs: ClassVar[tuple[str, ...]] = ("manifests",)
     gives: ClassVar[str | None] = None
-    shares: ClassVar[tuple[str, ...]] = ()
+    shares: ClassVar[tuple[str, ...]] = ("gate",)
 
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         """Gather the figures first; both texts are drawn from them alone."""

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from compress.data import heldout_text
 from compress.errors import ConfigError, UserError
 from compress.eval.fidelity import LEAST_WINDOW, windows
+from compress.eval.gate import Gate
 from compress.eval.tasks import TASKS, named, shortened
 from compress.log import logger
 from compress.stage import Run
@@ -24,7 +25,8 @@ class Score:
     windows, window_tokens: how much of it. tasks: names of bundled suites. limit: items a task;
     null: all. max_new_tokens: cuts the tasks' own limits on the length of an answer; null: leaves
     them. batch_size: prompts at a time. outputs: answers shown side by side, beside all boundary
-    cases that failed. The compressed model keeps keys and values as serve.kv_cache has it.
+    cases that failed. gate: limits on what may be lost; a run that breaks one writes everything and
+    ends with status 3. The compressed model keeps keys and values as serve.kv_cache has it.
     """
 
     name: ClassVar[str] = "score"
@@ -48,6 +50,7 @@ class Score:
     max_new_tokens: int | None = None
     batch_size: int = 8
     outputs: int = 20
+    gate: Gate = field(default_factory=Gate)
 
     def __post_init__(self) -> None:
         least = {"windows": 1, "window_tokens": LEAST_WINDOW, "batch_size": 1}
@@ -62,6 +65,7 @@ class Score:
             named(self.tasks)
         except UserError as error:
             problems.append(str(error))
+        problems += self.gate.problems(self.tasks)
         if problems:
             raise ConfigError(problems)
 

@@ -10,7 +10,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
-from small import composed
+from small import SMALL, composed
 
 from compress import arguments, pipeline
 from compress import config as schema
@@ -176,3 +176,28 @@ def test_a_checkpoint_is_as_readable_as_other_files(small: Small) -> None:
     plain.touch()
     modes = {stat.filemode(f.stat().st_mode) for f in (*out.glob("checkpoint/*"), plain)}
     assert len(modes) == 1
+
+
+def test_a_broken_gate_writes_everything_and_ends_with_status_3(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["recipe=tiny", f"model.path={tiny_model}", f"out={tmp_path}", *SMALL]
+    words += ["stages=[plan,calibrate,quantize,export,score,report]"]
+    words += ["score.gate.kl=0", "+score.gate.tasks.knowledge=99"]
+    monkeypatch.setattr(sys, "argv", ["compress", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"compress: {tmp_path}: score.gate is broken: KL 0.0")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["gate"]["tasks"] == {"knowledge": 99.0}
+    assert report["verdict"]["findings"][0]["about"] == "It fails the recipe's gate"
+    scored = (tmp_path / "stages" / "score.json").stat().st_mtime_ns
+    monkeypatch.setattr(sys, "argv", ["compress", *words, "score.gate.kl=0.5"])
+    main()
+    assert json.loads((tmp_path / "report.json").read_text())["gate"]["broken"] == []
+    assert (tmp_path / "stages" / "score.json").stat().st_mtime_ns == scored

@@ -1,0 +1,135 @@
+"""The page and the Markdown: whole, offline, showing the figures and no more."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from report_run import EVIL, STAGES, Tags, fixture
+
+from compress.report.figures import figures
+from compress.report.pages import page, short
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SimpleNamespace:
+    return fixture(tmp_path)
+
+
+def test_page_is_whole_and_needs_nothing_else(run: SimpleNamespace) -> None:
+    text = page(figures(run))
+    tags = Tags(text)
+    assert tags.open == []
+    for tag, attributes in tags.seen:
+        assert tag not in ("script", "link", "iframe", "img", "object", "embed", "base")
+        assert not any(name.startswith("on") for name in attributes)
+        for name in ("src", "href", "xlink:href", "action", "data"):
+            assert (attributes.get(name) or "#").startswith("#")
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert style is not None
+    assert "url(" not in style[1]
+    assert "@import" not in style[1]
+    assert sum(tag == "article" for tag, _ in tags.seen) == 20
+    assert sum(a.get("class") == "marks" for _, a in tags.seen) == 20
+
+
+def test_page_says_where_the_kv_cache_is_in_8_bit(run: SimpleNamespace) -> None:
+    assert "in 8 bit" not in "".join(Tags(page(figures(run))).words)
+    run.manifests["plan"]["metrics"]["kv_cache"]["kind"] = "kv8"
+    run.manifests["serve"]["metrics"]["kv_cache"] = "v8"
+    run.manifests["score"]["metrics"]["fidelity"]["kv_cache"] = "kv8"
+    shown = "".join(Tags(page(figures(run))).words)
+    assert "KV cache 47.2\u00a0MB with K and V in 8 bit, activations" in shown
+    assert "KV cache with K and V in 8 bit, beside the weights" in shown
+    assert "the compressed model's KV cache with V in 8 bit, the original's in 16 bit" in shown
+    assert "as loaded from disk, its KV cache with K and V in 8 bit, as for the tasks" in shown
+
+
+def test_text_of_a_model_is_shown_not_run(run: SimpleNamespace) -> None:
+    text = page(figures(run))
+    assert "<script" not in text
+    assert "<img" not in text
+    shown = "".join(Tags(text).words)
+    assert f"Question 2: {EVIL}" in shown
+    assert EVIL in shown
+    assert 'quantize.keep = ["<b>"]' in shown
+
+
+def test_page_shows_the_figures(run: SimpleNamespace) -> None:
+    text = page(figures(run)).replace("\u00a0", " ")
+    for wanted in (
+        "269 MB",
+        "180 MB",
+        "0.0124",
+        "94.31%",
+        "29.41",
+        "20.1 ms",
+        "81.3 tok/s",
+        "−17.5 to −2.5",
+        "1 min 58 s",
+        "Of quantize: search 12.5 s, writing 250 ms.",
+        "from an earlier run",
+        "24,576 tokens",
+        "yarn",
+        "2 threads, one request at a time, the two models by turns",
+        "0.000310, over 6 layers that stand for all 48",
+        "Paris &lt;i&gt;of course&lt;/i&gt;",
+    ):
+        assert wanted in text, wanted
+
+
+@pytest.mark.parametrize("left_out", [*STAGES, "all"])
+def test_every_stage_may_be_missing(tmp_path: Path, left_out: str) -> None:
+    names = tuple(STAGES) if left_out == "all" else (left_out,)
+    found = figures(fixture(tmp_path, *names))
+    text = page(found)
+    assert Tags(text).open == []
+    for name in names:
+        assert f"<code>{name}</code> was not run" in text
+    assert short(found).startswith("# Fixture-135M: compression report\n\n**Fixture-135M")
+    if left_out == "all":
+        assert found["verdict"] == {
+            "headline": "Fixture-135M: nothing was measured.",
+            "findings": [],
+        }
+        assert found["bytes"]["before"] is None
+        assert found["stages"] == []
+
+
+def test_stages_that_changed_nothing(run: SimpleNamespace) -> None:
+    run.manifests["extend"]["metrics"] = {
+        "method": None,
+        "factor": 1.0,
+        "window": {"before": 8192, "after": 8192},
+        "kept": False,
+        "notes": ["off"],
+    }
+    run.manifests["distill"]["metrics"] |= {"kept": False, "best_step": 0}
+    run.manifests["plan"]["metrics"]["memory"] |= {"given": None, "fits": None}
+    found = figures(run)
+    text = page(found)
+    assert "Left as it was: 8,192 positions." in text
+    assert "It did not help, and was not kept." in text
+    said = {f["about"]: f["text"] for f in found["verdict"]["findings"]}
+    assert said["Memory"].endswith("No limit was given to compare it with.")
+    assert said["Distillation"] == "Not kept: held-out KL stays at 0.0131."
+
+
+def test_markdown_holds_verdict_and_tables(run: SimpleNamespace) -> None:
+    text = short(figures(run)).replace("\u00a0", " ")
+    assert "| weights | 269 MB | 180 MB |" in text
+    assert "| time to first token, P99 | 138 ms | 106 ms |" in text
+    row = "| knowledge | accuracy | 40 | 62.5 | 52.5 | −10.0 | −17.5 to −2.5 | 0 | 4 |"
+    assert row in text
+    assert "| plan | 3.70 s | 1.00 GB | 30.0 MB | from an earlier run |" in text
+    assert "Of quantize: search 12.5 s, writing 250 ms." in text
+    assert "<script" not in text
+
+
+def test_seconds_by_part_of_a_stage_that_went_on_say_so(run: SimpleNamespace) -> None:
+    found = figures(run)
+    (row,) = (row for row in found["stages"] if row["seconds_by_part"])
+    row["went_on"] = True
+    for text in (short(found), page(found)):
+        said = "Of quantize, since it went on: search 12.5 s, writing 250 ms."
+        assert said in text.replace("\u00a0", " ")

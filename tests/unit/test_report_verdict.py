@@ -1,0 +1,118 @@
+"""The verdict says in words what the figures show, and what they cannot show."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from report_run import fixture
+
+from compress.eval.gate import Gate
+from compress.report.figures import figures
+from compress.report.pages import page
+from compress.report.tasks import blind, change, unseen_loss
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SimpleNamespace:
+    return fixture(tmp_path)
+
+
+def test_verdict_says_it_in_words(run: SimpleNamespace) -> None:
+    verdict = figures(run)["verdict"]
+    said = {f["about"]: f["text"] for f in verdict["findings"]}
+    assert verdict["headline"] == (
+        "Fixture-135M in W8A8: 33% smaller, decode 1.63×\u00a0faster, "
+        "KL 0.012, 1 of 5 tasks measurably worse."
+    )
+    assert "1.66\u00a0GB of the given 2.00\u00a0GB stay free" in said["It fits"]
+    assert "269\u00a0MB to 180\u00a0MB on disk, 33% smaller" in said["Size"]
+    assert "49.8\u00a0tok/s to 81.3\u00a0tok/s (1.63×\u00a0faster)" in said["Speed"]
+    assert "0.0124 nats" in said["Closeness"]
+    assert "29.22 to 29.41 (+0.7%)" in said["Closeness"]
+    assert "knowledge, accuracy 62.5 to 52.5 (−10.0 points" in said["Measurably worse"]
+    assert "translation, chrf" in said["Measurably better"]
+    assert "3 of 5 scores show no clear difference" in said["Tasks"]
+    # 40 items of which none got worse: 1 - 0.05^(1/40) is 7.2 points.
+    assert (
+        "short answers, contained, with 40 items, a loss of up to 7.2 points"
+        in (said["What this cannot show"])
+    )
+
+
+TASK = {"name": "knowledge", "metric": "accuracy", "n": 30, "before": 50.0, "after": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "said", "unseen"),
+    [
+        ({"ci95": [-5.0, -1.0], "gained": 1, "lost": 4}, "worse", 5.0),
+        ({"ci95": [-5.0, -1.0], "gained": 0, "lost": 4, "p": 0.125}, "perhaps worse", 5.0),
+        ({"ci95": [-9.0, -2.0], "gained": 0, "lost": 8, "p": 0.008}, "worse", 9.0),
+        ({"ci95": [1.0, 5.0], "gained": 4, "lost": 1, "p": 0.03}, "better", 0.0),
+        ({"ci95": [1.0, 5.0], "gained": 3, "lost": 1, "p": 0.6}, "perhaps better", 0.0),
+        ({"ci95": [-2.0, 3.0], "gained": 2, "lost": 2}, "unclear", 2.0),
+        ({"ci95": [-5.0, 0.0], "gained": 0, "lost": 1}, "unclear", 5.0),
+        ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0}, "unclear", 9.503),
+        ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0, "n": 1}, "unclear", 50.0),
+        ({"ci95": [0.0, 9.0], "gained": 1, "lost": 0, "metric": "rougeL"}, "unclear", None),
+    ],
+)
+def test_what_an_interval_says(row: dict[str, Any], said: str, unseen: float | None) -> None:
+    task = TASK | row
+    assert change(task) == said
+    assert unseen_loss(task) == (None if unseen is None else pytest.approx(unseen, abs=1e-3))
+
+
+def test_a_task_that_the_original_cannot_do_shows_no_loss() -> None:
+    row = TASK | {"ci95": [0.0, 0.0], "gained": 0, "lost": 0, "before": 0.0, "after": 0.0}
+    assert blind([row]) == (
+        "The original scores nothing in knowledge, accuracy, so no loss could show there."
+    )
+    assert blind([]) is None
+
+
+def test_few_answers_are_called_perhaps(run: SimpleNamespace) -> None:
+    run.manifests["score"]["metrics"]["tasks"][0]["p"] = 0.125
+    found = figures(run)
+    said = {f["about"]: f["text"] for f in found["verdict"]["findings"]}
+    assert "none of 5 tasks measurably worse" in found["verdict"]["headline"]
+    assert "p 0.12" in said["Perhaps worse"]
+    assert "perhaps worse" in page(found)
+
+
+def test_a_broken_gate_is_said_first(run: SimpleNamespace) -> None:
+    said = figures(run)["verdict"]["findings"][0]
+    assert said == {
+        "about": "It passes the recipe's gate",
+        "text": "KL at most 0.05 nats a token; knowledge at most 12 points lower.",
+        "tone": "good",
+    }
+    run.config.score.gate.kl = 0.012
+    found = figures(run)
+    assert found["gate"] == {
+        "kl": 0.012,
+        "tasks": {"knowledge": 12.0},
+        "broken": ["KL 0.0124 nats a token, at most 0.012 allowed"],
+    }
+    assert found["verdict"]["findings"][0]["tone"] == "bad"
+    assert found["verdict"]["headline"].endswith("the recipe's gate is broken.")
+    assert "KL 0.0124 nats a token, at most 0.012 allowed." in page(found)
+
+
+def test_without_limits_or_scores_nothing_is_said_of_a_gate(tmp_path: Path) -> None:
+    run = fixture(tmp_path)
+    run.config.score.gate = Gate()
+    for found in (figures(run), figures(fixture(tmp_path, "score"))):
+        assert found["gate"] is None
+        assert not any("gate" in f["about"] for f in found["verdict"]["findings"])
+
+
+def test_without_scores_the_quantizer_is_quoted(tmp_path: Path) -> None:
+    said = {
+        f["about"]: f["text"] for f in figures(fixture(tmp_path, "score"))["verdict"]["findings"]
+    }
+    assert said["Closeness"] == (
+        "Held-out KL to the original was 0.0131 nats a token after quantization; "
+        "the checkpoint itself was not scored."
+    )
