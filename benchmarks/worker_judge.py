@@ -9,6 +9,7 @@ by our runtime. The answer to each is a file, written as soon as it is known.
 import gc
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,21 @@ from compress.artifact import write_json
 from compress.eval import fidelity
 from compress.eval.answers import ask
 from compress.eval.fidelity import Reference
+from compress.eval.items import Item
 from compress.eval.likelihood import encode, spaced
-from compress.eval.tasks import Item, Task
+from compress.eval.tasks import Task
 from compress.log import progress
 from compress.runtime.loader import load
 
-ACCURACY = ("accuracy",)
+ACCURACY, NORMALIZED = ("accuracy",), ("normalized_accuracy",)
 # As lm-evaluation-harness asks them, with no examples; where its usual figure is normalized by the
 # length of the choice (acc_norm), so is this one.
-HELLASWAG = Task("hellaswag", "choice", {"en": "{query}"}, ACCURACY, chat=False)
-ARC_EASY = Task("arc_easy", "choice", {"en": "Question: {query}\nAnswer:"}, ACCURACY, chat=False)
-BLIMP = Task("blimp", "choice", {"en": ""}, ACCURACY, chat=False, per_character=False)
-LAMBADA = Task("lambada", "generation", {"en": "{context}"}, ACCURACY, chat=False)
-TASKS = (
-    (HELLASWAG, "hellaswag_val.jsonl"),
-    (ARC_EASY, "arc_easy_test.jsonl"),
-    (LAMBADA, "lambada_openai_test.jsonl"),
-    (BLIMP, "blimp.jsonl"),
-)
+QUESTION = "Question: {query}\nAnswer:"
+HELLASWAG = Task("hellaswag", "choice", {"en": "{query}"}, NORMALIZED, Path("hellaswag_val.jsonl"))
+ARC_EASY = Task("arc_easy", "choice", {"en": QUESTION}, NORMALIZED, Path("arc_easy_test.jsonl"))
+LAMBADA = Task("lambada", "cloze", {"en": "{context}"}, ACCURACY, Path("lambada_openai_test.jsonl"))
+BLIMP = Task("blimp", "choice", {"en": ""}, ACCURACY, Path("blimp.jsonl"))
+TASKS = tuple(replace(task, chat=False) for task in (HELLASWAG, ARC_EASY, LAMBADA, BLIMP))
 
 
 def items(task: Task, file: Path, count: int) -> list[Item]:
@@ -67,7 +65,7 @@ def correct(
     batch_size: int,
 ) -> list[bool]:
     """Whether the model gets each item right."""
-    if task.kind == "generation":
+    if task.kind == "cloze":
         bar = progress(its, task.name, "item")
         return [writes(model, tokenizer, i.prompt, spaced(i.references[0])) for i in bar]
     answers = ask(model, tokenizer, task, its, batch_size=batch_size)
@@ -101,8 +99,8 @@ def right(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     model = load(folder, dtype=getattr(torch, request["task_dtype"]))
     tokenizer = AutoTokenizer.from_pretrained(request["model"])
     found = {}
-    for task, name in TASKS:
-        its = items(task, Path(request["data"], name), request["items"])
+    for task in TASKS:
+        its = items(task, Path(request["data"], task.file), request["items"])
         each = correct(model, tokenizer, task, its, request["batch_size"])
         found[task.name] = "".join(str(int(is_right)) for is_right in each)
     return {"correct": found}

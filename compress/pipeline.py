@@ -14,6 +14,8 @@ from compress.artifact import Artifact, differences, fingerprint, write_text
 from compress.config import STAGES, Config
 from compress.errors import GateError, UserError
 from compress.eval import gate
+from compress.eval.own import named
+from compress.eval.tasks import TASKS
 from compress.machine import PeakDisk, PeakMemory, hardware, packages, release_memory
 from compress.stage import Run, Stage
 
@@ -80,6 +82,11 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     shared = {
         "model": _by_content(config.section("model"), content),
         "data": _by_content(config.section("data"), data.fingerprint(config.data)),
+        "score_tasks": {
+            task.name: [source.fingerprint(file) for file in task.files]
+            for task in named(config.score.tasks)
+            if task not in TASKS
+        },
         "score_text": source.fingerprint(text) if text.is_file() else None,
         "scheme": {
             "spec": config.quantize.spec.scheme,

@@ -1,6 +1,8 @@
 """A model's answers to a task, and what they score."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import exp
 from typing import Any
 
 import numpy as np
@@ -8,37 +10,59 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.eval import likelihood, rules, statistics
+from compress.eval.items import Item, as_asked
 from compress.eval.metrics import Rows, metric
-from compress.eval.tasks import Item, Task, as_asked
+from compress.eval.tasks import Task
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said: a text, or the choice it found likeliest.
+    """What a model said.
 
-    likelihoods: of a choice, the log-likelihood of each, in nats, or in nats a character.
+    text: what it wrote; of a choice, the one that it found likeliest by the task's first metric; of
+    a cloze, the likeliest tokens in the place of the right ones; of a text that was read, nothing.
+    likelihoods: log-likelihoods in nats: of each choice, of the continuation, of the text.
+    tokens: of the continuation or text. greedy: whether the continuation is the likeliest.
     """
 
     id: str
-    text: str
+    text: str = ""
     likelihoods: tuple[float, ...] = ()
+    tokens: int = 0
+    greedy: bool = False
 
 
 def fitting(
     task: Task, items: list[Item], tokenizer: PreTrainedTokenizerBase, context: int
 ) -> list[Item]:
     """The items that a model with a context of this many tokens can be asked and can answer."""
+    if task.kind == "perplexity":  # read in windows
+        return items
 
     def needed(item: Item) -> int:
-        answers = [_tokens(choice, tokenizer) for choice in item.choices]
-        prompt = _tokens(as_asked(task, item, tokenizer), tokenizer)
-        return prompt + max(answers, default=task.max_new_tokens)
+        answers = item.choices or (item.references if task.kind == "cloze" else ())
+        longest = max((_tokens(a, tokenizer) for a in answers), default=task.max_new_tokens)
+        return _tokens(as_asked(task, item, tokenizer), tokenizer) + longest
 
     return [item for item in items if needed(item) <= context]
 
 
 def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
     return len(tokenizer(text, verbose=False).input_ids)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model with what it takes to ask it; `kv_cache` as in compress.runtime.cache."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    batch_size: int
+    kv_cache: str = "16"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "kv_cache": self.kv_cache}
 
 
 def ask(
@@ -51,32 +75,78 @@ def ask(
     kv_cache: str = "16",
 ) -> list[Answer]:
     """The model's answers to `items`, in their order; `kv_cache` as in compress.runtime.cache."""
-    prompts = [as_asked(task, item, tokenizer) for item in items]
-    if task.kind == "choice":
-        questions = [(p, item.choices) for p, item in zip(prompts, items, strict=True)]
-        scores = likelihood.of_choices(
-            model,
-            tokenizer,
-            questions,
-            per_character=task.per_character,
-            batch_size=batch_size,
-            kv_cache=kv_cache,
+    who = Asked(model, tokenizer, batch_size, kv_cache)
+    match task.kind:
+        case "choice":
+            return _choose(who, task, items)
+        case "cloze":
+            return _fill(who, task, items)
+        case "perplexity":
+            return _read(who, task, items)
+    return _write(who, task, items)
+
+
+def _choose(who: Asked, task: Task, items: list[Item]) -> list[Answer]:
+    questions = [(as_asked(task, item, who.tokenizer), item.choices) for item in items]
+    found = likelihood.of_choices(who.model, who.tokenizer, questions, **who.options)
+    return [
+        Answer(item.id, item.choices[_picked(task.metrics[0], item, row)], tuple(row))
+        for item, row in zip(items, found, strict=True)
+    ]
+
+
+def _picked(name: str, item: Item, likelihoods: tuple[float, ...] | list[float]) -> int:
+    """The likeliest choice's index; by `normalized_accuracy`, by nats a character.
+
+    As lm-evaluation-harness's acc_norm: long choices are not at a loss, and unlike tokens,
+    characters mean the same to any tokenizer.
+    """
+    lengths = [len(choice) if name == "normalized_accuracy" else 1 for choice in item.choices]
+    scores = [total / length for total, length in zip(likelihoods, lengths, strict=True)]
+    return scores.index(max(scores))
+
+
+def _fill(who: Asked, task: Task, items: list[Item]) -> list[Answer]:
+    rows = []
+    for item in items:
+        prompt, wanted = as_asked(task, item, who.tokenizer), item.references[0]
+        rows.append(likelihood.encode(prompt, likelihood.spaced(wanted), who.tokenizer))
+    return [
+        Answer(
+            item.id,
+            str(who.tokenizer.decode(one.likeliest)).strip(),
+            (one.total,),
+            one.tokens,
+            one.greedy,
         )
-        return [
-            Answer(item.id, item.choices[row.index(max(row))], tuple(row))
-            for item, row in zip(items, scores, strict=True)
-        ]
+        for item, one in zip(items, likelihood.scored(who.model, rows, **who.options), strict=True)
+    ]
+
+
+def _read(who: Asked, task: Task, items: list[Item]) -> list[Answer]:
+    rows = [likelihood.pieces(item.prompt, who.tokenizer, task.window) for item in items]
+    every = [row for pieces in rows for row in pieces]
+    found = iter(likelihood.scored(who.model, every, **who.options))
+    answers = []
+    for item, pieces in zip(items, rows, strict=True):
+        of_item = [next(found) for _ in pieces]
+        total = sum(one.total for one in of_item)
+        answers.append(Answer(item.id, "", (total,), sum(one.tokens for one in of_item)))
+    return answers
+
+
+def _write(who: Asked, task: Task, items: list[Item]) -> list[Answer]:
     from compress.runtime.generate import generate
 
+    prompts = [as_asked(task, item, who.tokenizer) for item in items]
     # Prompts of like length together, so that little of a batch is padding.
-    order = sorted(range(len(prompts)), key=lambda i: _tokens(prompts[i], tokenizer))
+    order = sorted(range(len(prompts)), key=lambda i: _tokens(prompts[i], who.tokenizer))
     texts = generate(
-        model,
-        tokenizer,
+        who.model,
+        who.tokenizer,
         [prompts[i] for i in order],
         max_new_tokens=task.max_new_tokens,
-        batch_size=batch_size,
-        kv_cache=kv_cache,
+        **who.options,
     )
     written = dict(zip(order, texts, strict=True))
     return [Answer(item.id, _trimmed(task, written[i])) for i, item in enumerate(items)]
@@ -90,20 +160,44 @@ def _trimmed(task: Task, text: str) -> str:
 
 def score(task: Task, items: list[Item], answers: list[Answer]) -> dict[str, Rows]:
     """By metric, what each answer adds to the score: rows [n, S] (see eval/metrics.py)."""
-    if task.kind == "boundary":
-        found = [
-            "broken" if rules.broken(item.rules, answer.text) else "kept"
-            for item, answer in zip(items, answers, strict=True)
-        ]
-        return {name: metric(name).rows(found, [["kept"]] * len(items)) for name in task.metrics}
-    texts, references = [a.text for a in answers], [item.references for item in items]
-    return {name: metric(name).rows(texts, references) for name in task.metrics}
+    return {name: _rows(name, task, items, answers) for name in task.metrics}
+
+
+def _rows(name: str, task: Task, items: list[Item], answers: list[Answer]) -> Rows:
+    pairs = list(zip(items, answers, strict=True))
+    if name == "likelihood":
+        return np.array([[a.likelihoods[0], a.tokens] for a in answers], dtype=np.float64)
+    if task.kind == "choice":
+        right = [i.choices[_picked(name, i, a.likelihoods)] in i.references for i, a in pairs]
+    elif task.kind == "cloze":
+        right = [answer.greedy for answer in answers]
+    elif task.kind == "rules":
+        right = [not rules.broken(item.rules, answer.text) for item, answer in pairs]
+    else:
+        accepted = [item.entities if name == "entities" else item.references for item in items]
+        return metric(name).rows([answer.text for answer in answers], accepted)
+    return np.array([[float(is_right), 1.0] for is_right in right])
+
+
+def total(name: str) -> Callable[[Rows], float]:
+    """What a sum of rows [S] by the metric `name` comes to, on the scale 0 to 100."""
+    match name:
+        case "likelihood":
+            return _token_probability
+        case "normalized_accuracy":
+            return metric("accuracy").total
+    return metric(name).total
+
+
+def _token_probability(summed: Rows) -> float:
+    """The geometric mean of the probability of a token, in percent: 100 over the perplexity."""
+    return 100 * exp(summed[0] / summed[1])
 
 
 def each(name: str, rows: Rows) -> NDArray[np.float64]:
     """The score of every item by itself, [n], by the metric `name` from its rows [n, S]."""
-    total = metric(name).total
-    return np.array([total(row) for row in rows])
+    of = total(name)
+    return np.array([of(row) for row in rows])
 
 
 def compare(
@@ -113,17 +207,17 @@ def compare(
     rows = [score(task, items, answers) for answers in (before, after)]
     records = []
     for name in task.metrics:
-        total = metric(name).total
+        of = total(name)
         old, new = (by_metric[name] for by_metric in rows)
-        low, high = statistics.paired_interval(old, new, total, seed=seed)
+        low, high = statistics.paired_interval(old, new, of, seed=seed)
         gained, lost = statistics.flips(each(name, old), each(name, new))
         records.append(
             {
                 "name": task.name,
                 "metric": name,
                 "n": len(items),
-                "before": total(old.sum(0)),
-                "after": total(new.sum(0)),
+                "before": of(old.sum(0)),
+                "after": of(new.sum(0)),
                 "ci95": [low, high],
                 "gained": gained,
                 "lost": lost,

@@ -4,7 +4,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from compress.artifact import write_json
 from compress.eval import fidelity, sheet, statistics
 from compress.eval.answers import Answer, ask, compare, fitting
 from compress.eval.fidelity import Fidelity, Reference
-from compress.eval.tasks import Item, Task, items
+from compress.eval.items import Item, items
+from compress.eval.tasks import Task
 from compress.log import logger
 from compress.runtime.loader import load
 
@@ -32,7 +33,8 @@ def questions(
     """The tasks, each with its first `limit` items, less those that need a longer context."""
     found = []
     for task in tasks:
-        every = items(task, limit)
+        task = replace(task, window=min(task.window, context))
+        every = items(task, limit, tokenizer)
         fit = fitting(task, every, tokenizer, context)
         if len(fit) < len(every):
             logger.info(
@@ -88,7 +90,7 @@ class Judge:
         """Where results are kept: its name differs where they would."""
         asked = [(asdict(task), [asdict(item) for item in its]) for task, its in self.asked]
         settings = [asked, self.batch_size, self.device, self.kv_cache]
-        digest = hashlib.sha256(json.dumps(settings).encode())
+        digest = hashlib.sha256(json.dumps(settings, default=str).encode())
         digest.update(self.windows.numpy().tobytes())
         folder = self.work / digest.hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)

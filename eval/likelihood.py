@@ -3,6 +3,8 @@
 Shapes: B texts a batch, T tokens of the longest, V vocabulary.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,7 +35,50 @@ def encode(
     return ids, start
 
 
+@dataclass(frozen=True)
+class Scored:
+    """How a model found a continuation.
+
+    total: its log-likelihood, in nats, a sum over its tokens. tokens: how many these are.
+    likeliest: the token that the model found likeliest in the place of each, given those before it.
+    greedy: whether these are the continuation, so that greedy decoding would have written it.
+    """
+
+    total: float
+    tokens: int
+    likeliest: tuple[int, ...]
+    greedy: bool
+
+
 @torch.inference_mode()
+def scored(
+    model: PreTrainedModel,
+    rows: list[tuple[list[int], int]],
+    *,
+    batch_size: int,
+    kv_cache: str = "16",
+) -> list[Scored]:
+    """For each (token ids, start): how the model finds those from `start` on, after those before.
+
+    Batches are padded on the right, where causal attention never looks, and masked. Token i is
+    predicted by position i - 1.
+    """
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    results: dict[int, Scored] = {}
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    for batch in progress(batches, "likelihoods", "batch"):
+        ids, mask = _right_padded([rows[i][0] for i in batch])
+        logits = all_logits(model, ids.to(model.device), kv_cache, mask.to(model.device))
+        for row, i in enumerate(batch):
+            tokens, start = rows[i]
+            scores = logits[row, start - 1 : len(tokens) - 1].float().log_softmax(-1)
+            wanted = torch.tensor(tokens[start:], device=model.device)
+            total = float(scores.gather(1, wanted[:, None]).double().sum())
+            likeliest = tuple(scores.argmax(-1).tolist())
+            results[i] = Scored(total, len(wanted), likeliest, likeliest == tuple(tokens[start:]))
+    return [results[i] for i in range(len(rows))]
+
+
 def log_likelihoods(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -42,24 +87,24 @@ def log_likelihoods(
     batch_size: int,
     kv_cache: str = "16",
 ) -> list[float]:
-    """Log P(continuation | prompt) in nats, for each pair of texts, in their order.
+    """Log P(continuation | prompt) in nats, for each pair of texts, in their order."""
+    rows = [encode(prompt, continuation, tokenizer) for prompt, continuation in pairs]
+    return [one.total for one in scored(model, rows, batch_size=batch_size, kv_cache=kv_cache)]
 
-    Batches are padded on the right, where causal attention never looks, and masked. Token i is
-    predicted by position i - 1.
+
+def pieces(
+    text: str, tokenizer: PreTrainedTokenizerBase, window: int
+) -> list[tuple[list[int], int]]:
+    """`text` as rows for `scored` of at most `window` tokens, in which every token is scored once.
+
+    The first token follows a beginning-of-sequence token (where there is none, the end-of-sequence
+    token); each further piece, the last token of the one before (lm-evaluation-harness's rolling
+    likelihood with a context of one token).
     """
-    encoded = [encode(prompt, continuation, tokenizer) for prompt, continuation in pairs]
-    order = sorted(range(len(pairs)), key=lambda i: len(encoded[i][0]))
-    results = [0.0] * len(pairs)
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    for batch in progress(batches, "likelihoods", "batch"):
-        ids, mask = _right_padded([encoded[i][0] for i in batch])
-        logits = all_logits(model, ids.to(model.device), kv_cache, mask.to(model.device))
-        for row, i in enumerate(batch):
-            tokens, start = encoded[i]
-            scores = logits[row, start - 1 : len(tokens) - 1].float().log_softmax(-1)
-            wanted = torch.tensor(tokens[start:], device=model.device)
-            results[i] = float(scores.gather(1, wanted[:, None]).double().sum())
-    return results
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    ids = [first, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
+    step = window - 1
+    return [(ids[i : i + window], 1) for i in range(0, len(ids) - 1, step)]
 
 
 def _right_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -82,18 +127,10 @@ def of_choices(
     tokenizer: PreTrainedTokenizerBase,
     questions: list[tuple[str, tuple[str, ...]]],
     *,
-    per_character: bool,
     batch_size: int,
     kv_cache: str = "16",
 ) -> list[list[float]]:
-    """For each (prompt, choices): the log-likelihood of every choice, in nats.
-
-    per_character divides it by the choice's length, as lm-evaluation-harness's acc_norm does, so
-    that long choices are not at a loss; unlike tokens, characters mean the same to any tokenizer.
-    """
+    """For each (prompt, choices): the log-likelihood of every choice, in nats."""
     pairs = [(prompt, spaced(choice)) for prompt, choices in questions for choice in choices]
     found = iter(log_likelihoods(model, tokenizer, pairs, batch_size=batch_size, kv_cache=kv_cache))
-    return [
-        [next(found) / (len(choice) if per_character else 1) for choice in choices]
-        for _, choices in questions
-    ]
+    return [[next(found) for _ in choices] for _, choices in questions]

@@ -8,8 +8,7 @@ All scores are on the scale 0 to 100. Shapes: n items, S numbers an item.
 
 import tempfile
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,7 +19,8 @@ from numpy.typing import NDArray
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU, CHRF
 
-from compress.eval.text import has_cjk, normalized, units
+from compress.eval import checks
+from compress.eval.text import contains, f1, has_cjk, normalized, units
 
 Rows = NDArray[np.float64]
 References = Sequence[Sequence[str]]
@@ -30,8 +30,10 @@ class Summed(evaluate.Metric):
     """A metric over n predictions and, for each, one or more references (the best one counts).
 
     `compute(predictions=[...], references=[[...], ...])` is that of `evaluate`, and returns
-    `{name: score}`.
+    `{name: score}`. label: the metric's name.
     """
+
+    label: str
 
     def __init__(self) -> None:
         # `evaluate` makes a cache folder even when everything is kept in memory; a read-only home
@@ -46,11 +48,6 @@ class Summed(evaluate.Metric):
     @abstractmethod
     def total(self, summed: Rows) -> float:
         """The score, 0 to 100, that a sum of rows [S] comes to."""
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """The metric's name in reports."""
 
     def _info(self) -> evaluate.MetricInfo:
         text = datasets.Value("string")
@@ -76,68 +73,37 @@ def _mean(summed: Rows) -> float:
     return 100 * float(summed[0] / summed[1])
 
 
-class Accuracy(Summed):
-    """Share of predictions that equal a reference to the letter."""
+Grade = Callable[[str, Sequence[str]], float]
+"""What one answer is worth, 0 to 1, beside the references accepted for it."""
 
-    label = "accuracy"
-
-    def rows(self, predictions: Sequence[str], references: References) -> Rows:
-        pairs = zip(predictions, references, strict=True)
-        return _means([float(p in accepted) for p, accepted in pairs])
-
-    def total(self, summed: Rows) -> float:
-        return _mean(summed)
-
-
-class ExactMatch(Summed):
-    """Share of predictions that equal a reference once case, punctuation and articles are gone."""
-
-    label = "exact_match"
-
-    def rows(self, predictions: Sequence[str], references: References) -> Rows:
-        pairs = zip(predictions, references, strict=True)
-        return _means(
-            [float(any(normalized(p) == normalized(r) for r in accepted)) for p, accepted in pairs]
-        )
-
-    def total(self, summed: Rows) -> float:
-        return _mean(summed)
+GRADES: dict[str, Grade] = {
+    # Equal to a reference to the letter.
+    "accuracy": lambda p, accepted: p in accepted,
+    # Equal to one once case, punctuation and articles are gone.
+    "exact_match": lambda p, accepted: any(normalized(p) == normalized(r) for r in accepted),
+    # A reference occurs in it as whole words, normalized.
+    "contained": lambda p, accepted: any(contains(p, r) for r in accepted),
+    # F1 of words (Chinese: characters) shared with the best reference.
+    "f1": lambda p, accepted: max(f1(p, r) for r in accepted),
+    # Share of the names and numbers that a summary has to keep; they stand as its references.
+    "entities": lambda p, kept: sum(contains(p, name) for name in kept) / len(kept),
+    # Without references: the answer is JSON; it parses as Python; it does not repeat itself.
+    "json": lambda p, _: checks.is_json(p),
+    "python": lambda p, _: checks.is_python(p),
+    "no_loop": lambda p, _: not checks.loops(p),
+}
 
 
-def contains(text: str, wanted: str) -> bool:
-    """Whether `wanted` occurs in `text` as whole words (Chinese: characters), normalized."""
-    hay, needle = normalized(text), normalized(wanted)
-    return any(hay[i : i + len(needle)] == needle for i in range(len(hay) - len(needle) + 1))
+class Mean(Summed):
+    """Mean over items of one of GRADES."""
 
-
-class Contained(Summed):
-    """Share of predictions in which a reference occurs as whole words, normalized."""
-
-    label = "contained"
+    def __init__(self, label: str) -> None:
+        self.label = label
+        super().__init__()
 
     def rows(self, predictions: Sequence[str], references: References) -> Rows:
         pairs = zip(predictions, references, strict=True)
-        return _means([float(any(contains(p, r) for r in accepted)) for p, accepted in pairs])
-
-    def total(self, summed: Rows) -> float:
-        return _mean(summed)
-
-
-def f1(prediction: str, reference: str) -> float:
-    """Harmonic mean of precision and recall over normalized units (SQuAD), 0 to 1."""
-    found, wanted = normalized(prediction), normalized(reference)
-    shared = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * shared / (len(found) + len(wanted)) if shared else float(found == wanted)
-
-
-class F1(Summed):
-    """Mean over items of the F1 of words (Chinese: characters) shared with the best reference."""
-
-    label = "f1"
-
-    def rows(self, predictions: Sequence[str], references: References) -> Rows:
-        pairs = zip(predictions, references, strict=True)
-        return _means([max(f1(p, r) for r in accepted) for p, accepted in pairs])
+        return _means([float(GRADES[self.label](p, accepted)) for p, accepted in pairs])
 
     def total(self, summed: Rows) -> float:
         return _mean(summed)
@@ -157,17 +123,13 @@ class Rouge(Summed):
     """
 
     def __init__(self, kind: Literal["rouge1", "rouge2", "rougeL"] = "rougeL") -> None:
-        self.kind = kind
+        self.label = kind
         super().__init__()
 
-    @property
-    def label(self) -> str:
-        return self.kind
-
     def rows(self, predictions: Sequence[str], references: References) -> Rows:
-        scorer = RougeScorer([self.kind], tokenizer=_Units())
+        scorer = RougeScorer([self.label], tokenizer=_Units())
         pairs = zip(predictions, references, strict=True)
-        return _means([scorer.score_multi(list(r), p)[self.kind].fmeasure for p, r in pairs])
+        return _means([scorer.score_multi(list(r), p)[self.label].fmeasure for p, r in pairs])
 
     def total(self, summed: Rows) -> float:
         return _mean(summed)
@@ -222,9 +184,10 @@ class Chrf(Summed):
 
 def metric(name: str) -> Summed:
     """The metric called `name` in a task."""
+    if name in GRADES:
+        return Mean(name)
     if name in ("rouge1", "rouge2", "rougeL"):
         return Rouge(name)  # type: ignore[arg-type]
-    for kind in (Accuracy, ExactMatch, Contained, F1, Bleu, Chrf):
-        if kind.label == name:
-            return kind()
+    if name in ("bleu", "chrf"):
+        return Bleu() if name == "bleu" else Chrf()
     raise ValueError(f"no metric {name!r}")

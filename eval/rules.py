@@ -1,51 +1,34 @@
 """What an answer to a boundary case must keep to, checked without judgement.
 
 A rule is a record {"rule": name, ...}: contains (`any`: one of these texts occurs), not_empty,
-no_garbage (no broken or control characters), no_loop (does not end in a repetition), json (is a
-JSON value, maybe in a code fence).
+no_garbage (no broken or control characters), no_loop (does not end in a repetition), lines (so many
+that are not blank: `count`), most_words (`count`), and of form, a code fence allowed: json (a JSON
+value; an object of exactly these `keys`, or an array of `length`), python (parses), csv (`rows` of
+`columns`), matches (the whole answer is of this regular expression, `pattern`).
 """
 
+import csv
 import json
 import re
-import unicodedata
 from typing import Any
 
-from compress.eval.metrics import contains
-
-REPEATS = 4  # the same piece this often in a row, over at least LOOP characters, is a loop
-LOOP = 24
-FENCE = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
-
-
-def loops(text: str) -> bool:
-    """Whether some piece stands REPEATS times in a row or more, over LOOP characters or more."""
-    pattern = rf"(.{{1,80}}?)\1{{{REPEATS - 1},}}"
-    found = re.finditer(pattern, text, re.DOTALL)
-    return any(len(match[0]) >= LOOP and not match[1].isspace() for match in found)
-
-
-def is_json(text: str) -> bool:
-    """Whether the whole answer is one JSON value, with or without a code fence around it."""
-    fenced = FENCE.match(text.strip())
-    try:
-        json.loads(fenced[1] if fenced else text)
-    except ValueError:
-        return False
-    return True
-
-
-def clean(text: str) -> bool:
-    """Whether the text has no replacement character and no control character but white space."""
-    return not any(
-        char == "\ufffd" or (unicodedata.category(char) == "Cc" and not char.isspace())
-        for char in text
-    )
+from compress.eval import checks
+from compress.eval.text import contains, units
 
 
 def _occurs(wanted: str, text: str) -> bool:
     # Words are compared as words ("4" is not in "14"); where signs count ("a + b"), to the letter.
     plain = all(char.isalnum() or char.isspace() for char in wanted)
     return contains(text, wanted) if plain else wanted in text
+
+
+def _is_like(value: Any, rule: dict[str, Any]) -> bool:
+    """Whether a JSON value has exactly the keys, or the length, that the rule asks for."""
+    if "keys" in rule:
+        return isinstance(value, dict) and sorted(value) == sorted(rule["keys"])
+    if "length" in rule:
+        return isinstance(value, list) and len(value) == rule["length"]
+    return True
 
 
 def holds(rule: dict[str, Any], text: str) -> bool:
@@ -56,11 +39,22 @@ def holds(rule: dict[str, Any], text: str) -> bool:
         case {"rule": "not_empty"}:
             return bool(text.strip())
         case {"rule": "no_garbage"}:
-            return clean(text)
+            return checks.clean(text)
         case {"rule": "no_loop"}:
-            return not loops(text)
+            return not checks.loops(text)
         case {"rule": "json"}:
-            return is_json(text)
+            return checks.is_json(text) and _is_like(json.loads(checks.unfenced(text)), rule)
+        case {"rule": "python"}:
+            return checks.is_python(text)
+        case {"rule": "csv", "rows": rows, "columns": columns}:
+            table = [row for row in csv.reader(checks.unfenced(text).splitlines()) if row]
+            return len(table) == rows and all(len(row) == columns for row in table)
+        case {"rule": "matches", "pattern": pattern}:
+            return re.fullmatch(pattern, checks.unfenced(text)) is not None
+        case {"rule": "lines", "count": count}:
+            return sum(bool(line.strip()) for line in text.splitlines()) == count
+        case {"rule": "most_words", "count": count}:
+            return len(units(text)) <= count
     raise ValueError(f"no rule {rule!r}")
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from compress.eval import rules
 from compress.eval.answers import Answer, each, score
-from compress.eval.tasks import Item, Task
+from compress.eval.items import Item
+from compress.eval.tasks import Task
 
 PROMPT = 1000  # characters of a prompt that are shown
 
@@ -13,7 +14,12 @@ PROMPT = 1000  # characters of a prompt that are shown
 def side_by_side(
     task: Task, items: list[Item], before: list[Answer], after: list[Answer]
 ) -> list[dict[str, Any]]:
-    """A record an item: the prompt, what is right, both answers and both scores (0 to 100)."""
+    """A record an item: the prompt, what is right, both answers and both scores (0 to 100).
+
+    None of texts that were only read.
+    """
+    if task.kind == "perplexity":
+        return []
     name = task.metrics[0]
     scores = [each(name, score(task, items, answers)[name]).tolist() for answers in (before, after)]
     return [
@@ -48,7 +54,7 @@ def select(records: list[dict[str, Any]], count: int, *, seed: int) -> list[dict
     Half of the `count` are those whose score changed most (among equals, those whose answers
     differ), half are drawn by chance from the rest.
     """
-    failed = [r for r in records if r["broken_before"] or r["broken_after"]]
+    failed = [r for r in records if r["task"] == "boundary" and _is_broken(r)]
     rest = [r for r in records if r not in failed]
     rest.sort(key=_difference, reverse=True)
     changed = [r for r in rest[: count // 2] if r["before"] != r["after"]]
@@ -63,6 +69,10 @@ def select(records: list[dict[str, Any]], count: int, *, seed: int) -> list[dict
         )
         for record in chosen
     ]
+
+
+def _is_broken(record: dict[str, Any]) -> bool:
+    return bool(record["broken_before"] or record["broken_after"])
 
 
 def _difference(record: dict[str, Any]) -> tuple[float, bool]:

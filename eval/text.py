@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections import Counter
 
 CJK = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 UNIT = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
@@ -30,3 +31,16 @@ def normalized(text: str) -> list[str]:
     """
     plain = COMMA_IN_NUMBER.sub("", text)
     return [unit for unit in units(plain) if unit not in ARTICLES]
+
+
+def contains(text: str, wanted: str) -> bool:
+    """Whether `wanted` occurs in `text` as whole words (Chinese: characters), normalized."""
+    hay, needle = normalized(text), normalized(wanted)
+    return any(hay[i : i + len(needle)] == needle for i in range(len(hay) - len(needle) + 1))
+
+
+def f1(prediction: str, reference: str) -> float:
+    """Harmonic mean of precision and recall over normalized units (SQuAD), 0 to 1."""
+    found, wanted = normalized(prediction), normalized(reference)
+    shared = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * shared / (len(found) + len(wanted)) if shared else float(found == wanted)

@@ -12,7 +12,8 @@ from compress.data import heldout_text
 from compress.errors import ConfigError, UserError
 from compress.eval.fidelity import LEAST_WINDOW, windows
 from compress.eval.gate import Gate
-from compress.eval.tasks import TASKS, named, shortened
+from compress.eval.own import named
+from compress.eval.tasks import TASKS, shortened
 from compress.log import logger
 from compress.stage import Run
 
@@ -22,15 +23,16 @@ class Score:
     """What was lost, measured on what ships.
 
     text: a file of held-out text to measure KL and perplexity on; null: the data's held-out part.
-    windows, window_tokens: how much of it. tasks: names of bundled suites. limit: items a task;
-    null: all. max_new_tokens: cuts the tasks' own limits on the length of an answer; null: leaves
-    them. batch_size: prompts at a time. outputs: answers shown side by side, beside all boundary
-    cases that failed. gate: limits on what may be lost; a run that breaks one writes everything and
-    ends with status 3. The compressed model keeps keys and values as serve.kv_cache has it.
+    windows, window_tokens: how much of it. tasks: names of bundled suites, and .yaml files of tasks
+    of one's own (docs/eval.md). limit: items a task; null: all. max_new_tokens: cuts the tasks' own
+    limits on the length of an answer; null: leaves them. batch_size: prompts at a time. outputs:
+    answers shown side by side, beside all boundary cases that failed. gate: limits on what may be
+    lost; a run that breaks one writes everything and ends with status 3. The compressed model keeps
+    keys and values as serve.kv_cache has it.
     """
 
     name: ClassVar[str] = "score"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("dense", "checkpoint")
     gives: ClassVar[str | None] = "scores"
     shares: ClassVar[tuple[str, ...]] = (
@@ -39,6 +41,7 @@ class Score:
         "device",
         "seed",
         "score_text",
+        "score_tasks",
         "kv_cache",
     )
 
@@ -62,10 +65,9 @@ class Score:
             if value is not None and value < least[name]
         ]
         try:
-            named(self.tasks)
+            problems += self.gate.problems([task.name for task in named(self.tasks)])
         except UserError as error:
             problems.append(str(error))
-        problems += self.gate.problems(self.tasks)
         if problems:
             raise ConfigError(problems)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from compress import checkpoint
 from compress.engines import Preflight
 from compress.eval import fidelity
-from compress.eval.tasks import Item
+from compress.eval.items import Item
 from compress.qtensor import QuantSpec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,13 +1,19 @@
 """Likelihoods of choices: batched and padded, or one by one and by hand, they are the same."""
 
+import math
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from compress.eval.answers import Answer, ask, fitting, score
-from compress.eval.likelihood import encode, log_likelihoods, of_choices
-from compress.eval.tasks import Item, as_asked, items, named
+from compress.eval.answers import Answer, ask, fitting, score, total
+from compress.eval.items import Item, as_asked, items
+from compress.eval.likelihood import encode, log_likelihoods, of_choices, pieces, scored
+from compress.eval.own import named
+from compress.eval.tasks import Task
 
 CHAT = "{{ bos_token }}[{{ messages[0]['content'] }}]"
 PAIRS = [
@@ -104,19 +110,64 @@ def test_an_empty_prompt_is_refused():
         encode("", "a", make_tokenizer(bos=False))
 
 
-def test_choices_are_scored_in_their_order_whole_or_per_character(model):
+def test_choices_are_scored_in_their_order(model):
     tokenizer = make_tokenizer(bos=True)
     questions = [("The sky is", ("blue", "very green")), ("首都是", ("北京", "上海", "广州"))]
-    whole, each = (
-        of_choices(model, tokenizer, questions, per_character=by, batch_size=4)
-        for by in (False, True)
-    )
-    assert [len(row) for row in whole] == [2, 3]
-    assert whole[0][1] == pytest.approx(
-        one_by_one(model, tokenizer, "The sky is", " very green"), rel=1e-4
-    )
-    assert whole[1][0] == pytest.approx(one_by_one(model, tokenizer, "首都是", "北京"), rel=1e-4)
-    assert each[0][1] == pytest.approx(whole[0][1] / len("very green"))
+    found = of_choices(model, tokenizer, questions, batch_size=4)
+    assert [len(row) for row in found] == [2, 3]
+    wanted = one_by_one(model, tokenizer, "The sky is", " very green")
+    assert found[0][1] == pytest.approx(wanted, rel=1e-4)
+    assert found[1][0] == pytest.approx(one_by_one(model, tokenizer, "首都是", "北京"), rel=1e-4)
+
+
+def choice_task(*metrics):
+    return replace(named(["knowledge"])[0], metrics=metrics)
+
+
+def test_accuracy_is_by_likelihood_and_normalized_accuracy_by_character():
+    item = Item("x", "", ("bb",), ("a", "bb"))
+    answer = Answer("x", "", (-3.0, -4.0))  # 3 and 2 nats a character
+    rows = score(choice_task("accuracy", "normalized_accuracy"), [item], [answer])
+    assert rows["accuracy"].tolist() == [[0.0, 1.0]]
+    assert rows["normalized_accuracy"].tolist() == [[1.0, 1.0]]
+
+
+def test_a_cloze_is_right_where_greedy_decoding_would_write_it(model):
+    tokenizer, task = make_tokenizer(bos=True), named(["cloze"])[0]
+    ids = tokenizer("The sky is").input_ids
+    with torch.no_grad():
+        for _ in range(3):
+            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+    (right,) = scored(model, [(ids, len(ids) - 3)], batch_size=1)
+    assert (right.greedy, right.tokens, right.likeliest) == (True, 3, tuple(ids[-3:]))
+    wrong = [*ids[:-1], (ids[-1] + 1) % 256]
+    assert not scored(model, [(wrong, len(ids) - 3)], batch_size=1)[0].greedy
+    item = Item("x", "The sky is", ("blue",))
+    (answer,) = ask(model, tokenizer, task, [item], batch_size=1)
+    assert not answer.greedy
+    assert answer.tokens == len(" blue")
+    rows = score(task, [item], [answer])
+    assert rows["accuracy"].tolist() == [[0.0, 1.0]]
+    expected = 100 * math.exp(one_by_one(model, tokenizer, "The sky is", " blue") / 5)
+    assert total("likelihood")(rows["likelihood"][0]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("window", [2, 7, 100])
+def test_a_text_is_read_in_windows_that_score_every_token_once(model, window):
+    tokenizer = make_tokenizer(bos=True)
+    ids = tokenizer("A text of thirty-one characters.").input_ids
+    rows = pieces("A text of thirty-one characters.", tokenizer, window)
+    assert all(len(row) <= window and start == 1 for row, start in rows)
+    assert [token for row, _ in rows for token in row[1:]] == ids[1:]
+    assert rows[0][0][0] == 256
+    task = Task("t", "perplexity", {"en": "{text}"}, ("likelihood",), Path(), window=window)
+    its = [Item("x", "A text of thirty-one characters.")]
+    (answer,) = ask(model, tokenizer, task, its, batch_size=4)
+    assert answer.tokens == len(ids) - 1
+    if window == 100:
+        assert answer.likelihoods[0] == pytest.approx(
+            one_by_one(model, tokenizer, "", "A text of thirty-one characters."), rel=1e-4
+        )
 
 
 def test_the_likeliest_choice_is_the_answer(model):

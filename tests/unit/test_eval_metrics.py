@@ -10,8 +10,8 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU, CHRF
 
-from compress.eval.metrics import contains, f1, metric
-from compress.eval.text import normalized, units
+from compress.eval.metrics import metric
+from compress.eval.text import contains, f1, normalized, units
 
 HYPOTHESES = [
     "The cat sat on the mat.",

@@ -97,14 +97,17 @@ def test_scores_and_outputs_are_written(folders, text, tmp_path, loads):
     assert close["text"] == "held_out.txt"
     assert len(close["by_window"]["kl"]) == 2
     assert [(row["name"], row["metric"]) for row in scores["tasks"]] == [
-        ("knowledge", "accuracy"),
+        ("knowledge", "normalized_accuracy"),
         ("commonsense", "accuracy"),
+        ("cloze", "accuracy"),
+        ("cloze", "likelihood"),
         ("short_answers", "exact_match"),
         ("short_answers", "contained"),
         ("summaries", "rougeL"),
-        ("summaries", "rouge1"),
+        ("summaries", "entities"),
         ("translation", "chrf"),
         ("translation", "bleu"),
+        ("structured", "accuracy"),
         ("boundary", "accuracy"),
     ]
     for row in scores["tasks"]:
@@ -201,14 +204,24 @@ def test_all_wrong_fields_are_told_together():
         "score.windows is 0; wanted at least 1",
         "score.window_tokens is 32; wanted at least 64",
         "score.limit is 0; wanted at least 1",
-        "score.tasks: no suite called trivia; there are knowledge, commonsense, short_answers, "
-        "summaries, translation, boundary",
+        "score.tasks: no suite called trivia; there are knowledge, commonsense, cloze, "
+        "short_answers, summaries, translation, structured, boundary, and a task of your own is "
+        "named by its .yaml file",
     ]
+
+
+def test_a_task_of_ones_own_is_scored_beside_the_bundled(folders, text, tmp_path):
+    (tmp_path / "wines.yaml").write_text("data: wines.jsonl\nkind: cloze\nprompt: '{text}'\n")
+    (tmp_path / "wines.jsonl").write_text('{"text": "Red or", "references": "white"}\n')
+    score = Score(text=text, tasks=["knowledge", str(tmp_path / "wines.yaml")], **SETTINGS)
+    found = score.run(run_of(folders, tmp_path / "work"), tmp_path)
+    assert [(row["name"], row["n"]) for row in found["tasks"]] == [("knowledge", 2), ("wines", 1)]
 
 
 def record(name, before, after, change=0.0, broken=()):
     return {
         "id": name,
+        "task": "boundary" if broken else "summaries",
         "before": before,
         "after": after,
         "score_before": 50.0,

@@ -1,0 +1,149 @@
+"""A user's own task: every kind from a few lines, and what is wrong told by file and line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from compress.errors import UserError
+from compress.eval.items import items
+from compress.eval.own import named, read
+from compress.eval.tasks import KINDS
+
+
+def written(folder: Path, yaml: str, *records: Any, name: str = "mine") -> Path:
+    lines = [r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records]
+    (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / f"{name}.yaml").write_text(f"data: {name}.jsonl\n{yaml}", encoding="utf-8")
+    return folder / f"{name}.yaml"
+
+
+def test_a_generation_task_in_a_few_lines(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        "kind: generation\nprompt: 'Invoice: {text} Who sent it?'\nmetrics: [exact_match, f1]\n",
+        {"text": "ACME, 30 March", "references": "ACME"},
+        "",
+        {"text": "{text}", "references": ["Borg", "Borg Ltd"], "id": "second"},
+    )
+    (task,) = named([str(file)])
+    assert (task.name, task.metrics, task.max_new_tokens) == ("mine", ("exact_match", "f1"), 32)
+    first, second = items(task)
+    assert (first.id, first.prompt) == ("mine-1", "Invoice: ACME, 30 March Who sent it?")
+    assert first.references == ("ACME",)
+    assert (second.id, second.prompt) == ("second", "Invoice: {text} Who sent it?")
+    assert second.references == ("Borg", "Borg Ltd")
+
+
+def test_a_file_with_other_names_is_read_as_it_is(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        "kind: choice\nprompt: '{ctx}'\nfields: {choices: endings, gold: label}\n",
+        {"ctx": "He ate", "endings": ["bread", "stone"], "label": 1},
+    )
+    (item,) = items(read(file))
+    assert (item.choices, item.references) == (("bread", "stone"), ("stone",))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_a_metric_where_none_is_named(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "hay.txt").write_text("It rains. The sun shines. " * 20)
+    record = {"text": "a", "question": "b", "choices": ["c", "d"], "gold": 0, "references": "e"}
+    record |= {"needle": "f", "rules": [{"rule": "not_empty"}]}
+    file = written(tmp_path, f"kind: {kind}\nprompt: '{{text}}'\nhaystack: hay.txt\n", record)
+    assert read(file).metrics == KINDS[kind][:1]
+
+
+def test_a_needle_is_hidden_at_each_length_and_depth(tmp_path: Path, stories260k: Path) -> None:
+    (tmp_path / "hay.txt").write_text("The sun shines. The dog sleeps. " * 30)
+    file = written(
+        tmp_path,
+        "kind: retrieval\nhaystack: hay.txt\nlengths: [50, 200]\ndepths: [0, 0.5, 1]\n",
+        {"needle": "The code is 77.", "question": "What is the code?", "references": "77"},
+    )
+    tokenizer = AutoTokenizer.from_pretrained(stories260k)
+    found = items(read(file), None, tokenizer)
+    assert [i.place for i in found] == [(n, d) for n in (50, 200) for d in (0, 0.5, 1)]
+    for item in found:
+        assert item.prompt.count("The code is 77.") == 1
+        assert item.prompt.endswith("\n\nWhat is the code?")
+    texts = [item.prompt.removesuffix("\n\nWhat is the code?") for item in found]
+    assert texts[0].startswith("The code is 77.")
+    assert texts[2].endswith("The code is 77.")
+    assert texts[4].split("The code is 77.")[0].endswith(". ")
+    assert len(tokenizer(texts[5]).input_ids) == pytest.approx(215, abs=8)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ("{'text': 1}", "not JSON: Expecting property name"),
+        ([1], "list found; wanted a JSON object"),
+        ({"references": "x"}, "no field 'text', which the prompt has as {text}; there are"),
+        ({"text": "a"}, "references is missing; wanted a text, or a list of texts, not empty"),
+        ({"text": "a", "references": [" "]}, 'references is [" "]; wanted'),
+        ({"text": "a", "references": 7}, "references is 7; wanted"),
+        ({"text": "a", "references": "x", "id": "mine-1"}, "id 'mine-1' is that of line 1 too"),
+    ],
+)
+def test_wrong_data_is_told_by_file_line_and_reason(tmp_path: Path, record: Any, said: str) -> None:
+    good = {"text": "a", "references": "b"}
+    file = written(tmp_path, "kind: generation\nprompt: '{text}'\n", good, record)
+    with pytest.raises(UserError) as error:
+        named([str(file)])
+    assert str(error.value).startswith(f"{tmp_path}/mine.jsonl:2: {said}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "said"),
+    [
+        ("choice", {"choices": ["a"], "gold": 0}, 'choices is ["a"]; wanted a list of two texts'),
+        ("choice", {"choices": ["a", "a"], "gold": 0}, "all different"),
+        ("choice", {"choices": ["a", "b"], "gold": 2}, "gold is 2; wanted the index of the right"),
+        ("choice", {"choices": ["a", "b"]}, "gold is missing; wanted"),
+        ("cloze", {"references": ["a", "b"]}, "wanted one text"),
+        ("rules", {"rules": []}, "wanted a list of rules"),
+        ("rules", {"rules": [{"rule": "polite"}]}, "no rule {'rule': 'polite'}"),
+        ("rules", {"rules": [{"rule": "not_empty"}], "filler": "x"}, "times is missing"),
+    ],
+)
+def test_each_kind_checks_what_it_needs(tmp_path: Path, kind: str, record: Any, said: str) -> None:
+    file = written(tmp_path, f"kind: {kind}\nprompt: 'Well?'\n", record)
+    with pytest.raises(UserError, match=r"mine\.jsonl:1: ") as error:
+        read(file)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "said"),
+    [
+        ("kind: essay", "kind is 'essay'; wanted one of choice, cloze"),
+        ("kind: generation", "prompt is missing"),
+        ("kind: retrieval", "haystack is missing"),
+        ("kind: cloze\nprompt: x\nmetric: f1", "no key 'metric'; there are data, kind, prompt"),
+        ("kind: cloze\nprompt: x\nmetrics: [f1]", "wanted a list of, for cloze, accuracy"),
+        ("kind: generation\nprompt: x\nmax_new_tokens: 0", "max_new_tokens is 0; wanted a whole"),
+        ("kind: generation\nprompt: {zh: x}", "no 'en'"),
+        ("kind: generation\nprompt: [", "cannot be read as YAML"),
+        ("kind: retrieval\nhaystack: no.txt", "no.txt: no such file"),
+    ],
+)
+def test_a_wrong_description_is_told_by_its_key(tmp_path: Path, yaml: str, said: str) -> None:
+    file = written(tmp_path, yaml, {"text": "a"})
+    with pytest.raises(UserError, match=r"mine\.yaml: ") as error:
+        read(file)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_missing_or_have_a_taken_name_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.yaml: cannot be read"):
+        named(["none.yaml"])
+    file = written(tmp_path, "kind: perplexity\n", {"text": "a"}, name="knowledge")
+    with pytest.raises(UserError, match="has the name of another task, knowledge"):
+        named(["knowledge", str(file)])
+    (tmp_path / "knowledge.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="no lines; wanted one JSON object a line"):
+        named([str(file)])
