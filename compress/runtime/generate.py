@@ -47,7 +47,8 @@ def encode(
     """
     bos = tokenizer.bos_token
     rows = [
-        tokenizer(p, add_special_tokens=not (bos and p.startswith(bos))).input_ids for p in prompts
+        tokenizer(p, add_special_tokens=not (bos and p.startswith(bos)), verbose=False).input_ids
+        for p in prompts
     ]
     longest = max(1, *(len(row) for row in rows))
     ids = torch.full((len(rows), longest), pad_token_id)

@@ -1,0 +1,54 @@
+"""Options of the small commands: `key=value` words into a dataclass, with its types."""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from compress.errors import UserError
+
+T = TypeVar("T")
+
+
+def parsed(kind: type[T], words: Sequence[str]) -> T:
+    """An instance of the dataclass `kind`, its fields set by `words`; text is taken as typed.
+
+    Raises UserError for a word that is no field=value, an unknown field, a value of another type,
+    and a field without a default that is not given; what `kind` itself refuses passes through.
+    """
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    settings = OmegaConf.structured(kind)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"{word}: no option; wanted field=value, of {', '.join(names)}")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3) or names
+            raise UserError(f"{name}: no such option; there are {', '.join(near)}")
+        try:
+            settings[name] = None if value == "null" else value
+        except OmegaConfBaseException as error:
+            raise UserError(f"{name}={value}: {str(error).splitlines()[0]}") from error
+    missing = sorted(OmegaConf.missing_keys(settings))
+    if missing:
+        raise UserError(f"{missing[0]} is not given; wanted {' '.join(f'{m}=…' for m in missing)}")
+    built = OmegaConf.to_object(settings)
+    assert isinstance(built, kind)
+    return built
+
+
+def run(main: Callable[[list[str]], None], usage: str) -> None:
+    """`main` of the command line's words; a user's mistake is one line on stderr and status 2."""
+    words = sys.argv[1:]
+    if any(word in ("-h", "--help") for word in words):
+        sys.stdout.write(usage)
+        return
+    try:
+        main(words)
+    except UserError as error:
+        sys.stderr.write(f"compress: {error}\n")
+        sys.exit(2)

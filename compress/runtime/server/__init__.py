@@ -1,0 +1,1 @@
+"""A checkpoint behind HTTP: continuous batching, requests and answers in OpenAI's form, metrics."""

@@ -1,0 +1,174 @@
+"""From a checked request to its answer: prompt, tokens, text, and OpenAI's JSON."""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from compress.runtime.generate import encode
+from compress.runtime.server.engine import Engine, EngineError, QueueFullError
+from compress.runtime.server.errors import Refusal, busy, stopping
+from compress.runtime.server.metrics import Metrics, Watch
+from compress.runtime.server.protocol import Chat, Common, Completion
+from compress.runtime.server.sampling import Sampling
+from compress.runtime.server.text import Decoder, Stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A checkpoint as it is served.
+
+    prompt_tokens, new_tokens: the most that a request may bring, and ask for. context: what the
+    model holds of both together, and the KV cache of one request. defaults: how the checkpoint's
+    own generation config draws tokens.
+    """
+
+    name: str
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    metrics: Metrics
+    defaults: GenerationConfig
+    end_tokens: list[int]
+    context: int
+    prompt_tokens: int
+    new_tokens: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass
+class Answer:
+    """One answer as it grows."""
+
+    prompt: list[int]
+    most: int
+    sampling: Sampling | None
+    stops: list[str]
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+    new_tokens: int = 0
+    finish: str = "length"
+
+    def usage(self) -> dict[str, int]:
+        """Tokens that were read and made."""
+        read, made = len(self.prompt), self.new_tokens
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+
+def begin(served: Served, body: Common) -> Answer:
+    """What to answer, or Refusal: another model, a limit, a conversation that has no template."""
+    if body.model != served.name:
+        raise Refusal(
+            404, f"no model {body.model!r}; there is {served.name!r}",
+            param="model", code="model_not_found",
+        )  # fmt: skip
+    prompt = _prompt(served, body)
+    most = _most(served, len(prompt), body.new_tokens())
+    return Answer(prompt, most, _sampling(served.defaults, body), body.stops())
+
+
+def _prompt(served: Served, body: Common) -> list[int]:
+    tokenizer = served.tokenizer
+    if isinstance(body, Completion):
+        if isinstance(body.prompt, list):
+            if max(body.prompt) >= len(tokenizer):
+                raise Refusal(400, f"a token id is above {len(tokenizer) - 1}", param="prompt")
+            return body.prompt
+        text = body.prompt
+    else:
+        assert isinstance(body, Chat)
+        if not tokenizer.chat_template:
+            raise Refusal(400, f"{served.name} has no chat template; wanted /v1/completions")
+        try:
+            text = tokenizer.apply_chat_template(
+                [message.plain() for message in body.messages],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:
+            raise Refusal(
+                400, f"the chat template refuses it: {error}", param="messages"
+            ) from error
+    ids: list[int] = encode(tokenizer, [text], 0)[0][0].tolist() if text else []
+    if not ids:
+        raise Refusal(400, "the prompt is empty", param="prompt")
+    return ids
+
+
+def _most(served: Served, prompt: int, wanted: int | None) -> int:
+    """Tokens to make at most, within all limits."""
+    if prompt > served.prompt_tokens:
+        raise Refusal(
+            400, f"the prompt has {prompt} tokens; wanted at most {served.prompt_tokens}",
+            param="prompt", code="context_length_exceeded",
+        )  # fmt: skip
+    if wanted is None:
+        return min(served.new_tokens, served.context - prompt)
+    if wanted > served.new_tokens:
+        raise Refusal(
+            400, f"max_tokens is {wanted}; wanted at most {served.new_tokens}", param="max_tokens"
+        )
+    if prompt + wanted > served.context:
+        raise Refusal(
+            400,
+            f"the prompt has {prompt} tokens, max_tokens is {wanted}; wanted at most "
+            f"{served.context} together",
+            param="max_tokens", code="context_length_exceeded",
+        )  # fmt: skip
+    return wanted
+
+
+def _sampling(own: GenerationConfig, body: Common) -> Sampling | None:
+    """How tokens are drawn; None: greedily. A checkpoint that samples by itself says how."""
+
+    def chosen(asked: Any, name: str, off: Any) -> Any:
+        if asked is not None:
+            return asked
+        value = getattr(own, name, None) if own.do_sample else None
+        return off if value is None else value
+
+    temperature = body.temperature
+    if temperature is None:
+        temperature = chosen(None, "temperature", 1.0) if own.do_sample else 0.0
+    if temperature == 0:
+        return None
+    seed = secrets.randbits(32) if body.seed is None else body.seed
+    return Sampling(
+        temperature, chosen(body.top_k, "top_k", 0), chosen(body.top_p, "top_p", 1.0), seed
+    )
+
+
+async def pieces(served: Served, answer: Answer) -> AsyncGenerator[str]:
+    """The text as it comes; `answer` says at the end how it finished.
+
+    Raises Refusal where the queue is full or the engine stops. Leaving early gives up the request.
+    """
+    watch = Watch(served.metrics, len(answer.prompt))
+    decoder, stop = Decoder(served.tokenizer), Stop(answer.stops)
+    outcome = "abandoned"
+    try:
+        made = served.engine.tokens(answer.prompt, answer.most, answer.sampling)
+        async with aclosing(made):
+            async for tokens in made:
+                watch.came(len(tokens))
+                answer.new_tokens += len(tokens)
+                if text := stop.feed(decoder.feed(tokens)):
+                    yield text
+                if stop.hit or tokens[-1] in served.end_tokens:
+                    answer.finish = "stop"
+                    break
+        if rest := stop.feed(decoder.rest()) + stop.rest():
+            yield rest
+        outcome = answer.finish
+    except QueueFullError as error:
+        outcome = "refused"
+        raise busy() from error
+    except EngineError as error:
+        outcome = "failed"
+        raise stopping(str(error)) from error
+    finally:
+        watch.ended(outcome)

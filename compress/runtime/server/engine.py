@@ -1,0 +1,193 @@
+"""Continuous batching over a loaded model: tokens of many requests at once, each as it comes.
+
+The batching is transformers'. Here is what a server adds: a bound on the queue, requests that are
+given up, sampling by request, and what the metrics ask for.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from compress.errors import ConfigError, UserError
+from compress.runtime.server import attention, sampling
+from compress.runtime.server.sampling import Sampling
+
+PAGE = 32
+"""Tokens of a page of the KV cache: a request leaves half a page unused on average."""
+WARM_UP_SECONDS = 120.0
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """running: requests in the batch at once. waiting: requests that may wait for a place, more
+    are refused. kv_tokens: tokens that the KV cache has room for, of all requests. batch_tokens:
+    tokens of one forward: what goes beyond waits, and the prompt at the edge is cut in two.
+    """
+
+    running: int = 16
+    waiting: int = 64
+    kv_tokens: int = 16384
+    batch_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        least = {"running": 1, "waiting": 0, "kv_tokens": 2 * PAGE, "batch_tokens": self.running}
+        problems = [
+            f"{name} is {getattr(self, name)}; wanted at least {minimum}"
+            for name, minimum in least.items()
+            if getattr(self, name) < minimum
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the engine has to do now: requests, and tokens of the KV cache (of whole pages)."""
+
+    running: int
+    waiting: int
+    kv_tokens: int
+
+
+class QueueFullError(Exception):
+    """There is no place for one more request now."""
+
+
+class EngineError(Exception):
+    """The request was not finished: the engine stops, or failed."""
+
+
+class Engine:
+    """Greedy or sampled tokens for prompts of token ids; all methods belong to one event loop."""
+
+    def __init__(self, model: PreTrainedModel, end_tokens: list[int], limits: Limits) -> None:
+        """Take over `model`, which until `stop` serves nothing else.
+
+        Raises UserError where transformers' continuous batching cannot hold the model's cache.
+        """
+        self.limits = limits
+        self.kv_tokens_most = 0
+        self._in_flight = 0
+        self._names = (f"request-{i}" for i in itertools.count())
+        config = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=-(-limits.kv_tokens // PAGE),
+            max_batch_tokens=limits.batch_tokens,
+            max_requests_per_batch=limits.running,
+            auto_switch_to_flash=False,
+            use_cuda_graph=False,
+            allow_block_sharing=False,
+        )
+        greedy = GenerationConfig(do_sample=False, use_cache=False, eos_token_id=end_tokens or -1)
+        try:
+            self._manager: ContinuousBatchingManager = model.init_continuous_batching(
+                generation_config=greedy, continuous_batching_config=config
+            )
+        except (ValueError, AttributeError) as error:
+            raise _unfit(model, error) from error
+        self._manager.logit_processor = sampling.processors()
+        attention.install(model)
+
+    async def start(self) -> None:
+        """Begin to serve; one token is made first. Raises UserError where the model cannot."""
+        with torch.inference_mode():  # the manager's thread takes the mode over
+            self._manager.start()
+        try:
+            async with asyncio.timeout(WARM_UP_SECONDS):
+                async for _ in self.tokens([0], 1):
+                    pass
+        except EngineError as error:
+            raise _unfit(self._manager.model, error) from error
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take no more requests; those there are have `grace_s` seconds, then end in EngineError.
+
+        The manager's own stop puts back what the model attends by, so it has to come last.
+        """
+        status = self._manager.background_thread_status
+        status.request_stop(status.FLUSH_AND_STOP, 0)
+        deadline = time.monotonic() + grace_s
+        while self._manager.is_running() and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        await asyncio.to_thread(self._manager.stop, hard_stop=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are served."""
+        status = self._manager.background_thread_status
+        return self._manager.is_running() and status.can_accept_new_requests() is None
+
+    def load(self) -> Load:
+        """Requests and KV cache in use; reads what the batching thread writes, without a lock."""
+        processor = self._manager.batch_processor
+        if processor is None:
+            return Load(0, self._in_flight, 0)
+        running = len(processor.scheduler.active_requests)
+        used = 1 - processor.cache.compute_free_capacity()
+        tokens = round(used * processor.cache.num_blocks) * PAGE
+        return Load(running, max(0, self._in_flight - running), tokens)
+
+    async def tokens(
+        self, prompt: list[int], most: int, sampling: Sampling | None = None
+    ) -> AsyncGenerator[list[int]]:
+        """New token ids as they come, at most `most`, the end token included; greedy by default.
+
+        Leaving the iteration early gives up the request and frees its part of the cache. Raises
+        QueueFullError at once, EngineError later.
+        """
+        if not self.alive:
+            raise EngineError("the engine has stopped")
+        if self._in_flight >= self.limits.running + self.limits.waiting:
+            raise QueueFullError
+        name = next(self._names)
+        outputs: asyncio.Queue[GenerationOutput] = asyncio.Queue()
+        self._manager.register_result_handler(name, outputs.put_nowait)
+        self._in_flight += 1
+        finished = False
+        try:
+            taken = self._manager.add_request(
+                prompt,
+                request_id=name,
+                max_new_tokens=most,
+                streaming=True,
+                **({"sampling": sampling} if sampling else {}),
+            )
+            if taken is None:
+                raise EngineError("the engine has stopped")
+            seen = 0
+            while not finished:
+                output = await outputs.get()
+                self.kv_tokens_most = max(self.kv_tokens_most, self.load().kv_tokens)
+                finished = output.is_finished()
+                if output.error is not None:
+                    raise EngineError(output.error)
+                new, seen = output.generated_tokens[seen:], len(output.generated_tokens)
+                if new:
+                    yield new
+        finally:
+            self._in_flight -= 1
+            if not finished:
+                self._give_up(name)
+
+    def _give_up(self, name: str) -> None:
+        """Cancel a request. transformers then tells no one, so its handler is taken back here."""
+        self._manager.cancel_request(name)
+        router = self._manager.output_router
+        with router._lock:
+            router.result_handlers.pop(name, None)
+
+
+def _unfit(model: PreTrainedModel, error: Exception) -> UserError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    return UserError(
+        f"{model.config.model_type}: continuous batching cannot serve this model: {reason}; wanted "
+        "layers of full or sliding attention, logits that are not capped, and memory for kv_tokens"
+    )

@@ -1,0 +1,76 @@
+"""What happens, in Prometheus' form: the queue, the KV cache, and how long requests take."""
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from compress.runtime.server.engine import Engine
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Metrics:
+    """The counters of one server, in a registry of their own."""
+
+    def __init__(self, engine: Engine) -> None:
+        registry = self._registry = CollectorRegistry()
+
+        def gauge(name: str, words: str) -> Gauge:
+            return Gauge(f"compress_{name}", words, registry=registry)
+
+        def counter(name: str, words: str, *labels: str) -> Counter:
+            return Counter(f"compress_{name}", words, labels, registry=registry)
+
+        def histogram(name: str, words: str) -> Histogram:
+            return Histogram(f"compress_{name}", words, registry=registry, buckets=SECONDS)
+
+        gauge("requests_running", "requests in the batch").set_function(
+            lambda: engine.load().running
+        )
+        gauge("requests_waiting", "requests that wait for a place").set_function(
+            lambda: engine.load().waiting
+        )
+        gauge("kv_tokens", "tokens of the KV cache in use, in whole pages").set_function(
+            lambda: engine.load().kv_tokens
+        )
+        gauge("kv_tokens_most", "the most of them so far").set_function(
+            lambda: engine.kv_tokens_most
+        )
+        gauge("kv_tokens_capacity", "tokens that the KV cache has room for").set(
+            engine.limits.kv_tokens
+        )
+        self.prompt_tokens = counter("prompt_tokens", "tokens of accepted prompts")
+        self.new_tokens = counter("new_tokens", "tokens made")
+        self.requests = counter("requests", "requests by how they ended", "outcome")
+        self.ttft = histogram("time_to_first_token_seconds", "from the request to its first token")
+        self.tpot = histogram("time_per_output_token_seconds", "from a token to the next")
+        self.whole = histogram("request_seconds", "from the request to its end")
+
+    def text(self) -> bytes:
+        """As Prometheus reads it."""
+        return generate_latest(self._registry)
+
+
+class Watch:
+    """Times one request."""
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._begun = time.perf_counter()
+        self._last: float | None = None
+        metrics.prompt_tokens.inc(prompt_tokens)
+
+    def came(self, tokens: int) -> None:
+        """So many tokens came, at once."""
+        now = time.perf_counter()
+        if self._last is None:
+            self._metrics.ttft.observe(now - self._begun)
+        else:
+            self._metrics.tpot.observe((now - self._last) / tokens)
+        self._last = now
+        self._metrics.new_tokens.inc(tokens)
+
+    def ended(self, outcome: str) -> None:
+        """The request is over: `stop`, `length`, `abandoned` or `failed`."""
+        self._metrics.whole.observe(time.perf_counter() - self._begun)
+        self._metrics.requests.labels(outcome).inc()

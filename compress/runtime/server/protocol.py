@@ -1,0 +1,126 @@
+"""What a request may say, field by field: OpenAI's chat and text completions.
+
+A field that would change the answer and is not served is refused, not ignored.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from compress.runtime.server.errors import Refusal
+
+STOPS = 4
+"""Most stop strings of a request, as at OpenAI."""
+
+Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=STOPS)]
+# Values of a field that ask for nothing more than is done anyway.
+Off = Literal[False] | None
+Zero = Literal[0] | None
+One = Literal[1] | None
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Fields):
+    """include_usage: count the tokens in a last event of their own."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class Common(_Fields):
+    """The fields of both kinds; temperature, top_k and top_p default to the checkpoint's own."""
+
+    model: str
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0)] = None
+    seed: int | None = None
+    stop: str | Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+
+    n: One = None
+    presence_penalty: Zero = None
+    frequency_penalty: Zero = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=0)] = None
+    # Of no effect on what is written.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def new_tokens(self) -> int | None:
+        """How many tokens are asked for, at most; None: no wish."""
+        return self.max_tokens
+
+
+class TextPart(_Fields):
+    """A part of a message; images and sound are not served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Fields):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it; a developer speaks as the system."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class Chat(Common):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: Off = None
+    top_logprobs: Zero = None
+    tools: Annotated[list[Any] | None, Field(max_length=0)] = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    store: bool | None = None
+
+    def new_tokens(self) -> int | None:
+        """How many tokens are asked for, at most; the older name counts too."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class Completion(Common):
+    """The body of POST /v1/completions: one prompt, as text or as token ids."""
+
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    best_of: One = None
+    echo: Off = None
+    logprobs: None = None
+    suffix: None = None
+
+
+Body = TypeVar("Body", bound=Common)
+
+
+def read(kind: type[Body], body: bytes) -> Body:
+    """The request in `body`; raises Refusal for what is no JSON, or says what is not served."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            raise Refusal(400, f"the body is no JSON: {first['ctx']['error']}") from error
+        names = [str(part) for part in first["loc"] if str(part) in kind.model_fields]
+        where = ".".join(str(part) for part in first["loc"])
+        message = f"{where}: {first['msg']}" if where else first["msg"]
+        raise Refusal(400, message, param=names[0] if names else where or None) from error

@@ -1,0 +1,72 @@
+"""From token ids to text as they come: no half characters, nothing past a stop string."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes the first bytes of a character to."""
+
+
+class Decoder:
+    """Text of token ids, piece by piece; special tokens are left out.
+
+    What a token adds can depend on the one before (spaces, bytes of a character), so each piece is
+    the difference that its tokens make after those of the piece before.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._before: list[int] = []
+        self._open: list[int] = []
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that is certain now; the rest of an unfinished character comes later."""
+        self._open += tokens
+        text = self._difference()
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        self._before, self._open = self._open, []
+        return text
+
+    def rest(self) -> str:
+        """What is left at the end, as `decode` shows it."""
+        text = self._difference()
+        self._open = []
+        return text
+
+    def _difference(self) -> str:
+        before = self._decode(self._before)
+        return self._decode(self._before + self._open)[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+class Stop:
+    """Text up to the first of some stop strings, of which nothing is let through."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._held = ""
+        self.hit = False
+
+    def feed(self, text: str) -> str:
+        """What may be shown now; `hit` is set where a stop string is complete."""
+        self._held += text
+        starts = [at for s in self._strings if (at := self._held.find(s)) >= 0]
+        if starts:
+            self.hit = True
+            return self._held[: min(starts)]
+        shown = len(self._held) - self._begun()
+        text, self._held = self._held[:shown], self._held[shown:]
+        return text
+
+    def rest(self) -> str:
+        """What was held back in case that a stop string came."""
+        return "" if self.hit else self._held
+
+    def _begun(self) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        lengths = [n for s in self._strings for n in range(1, len(s)) if self._held.endswith(s[:n])]
+        return max(lengths, default=0)

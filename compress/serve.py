@@ -1,0 +1,172 @@
+"""Serve a checkpoint over HTTP, as OpenAI's clients speak it: docs/serving.md.
+
+python -m compress.serve checkpoint=DIR [port=8000] [field=value ...]
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import uvicorn
+from transformers import AutoTokenizer
+
+from compress import options
+from compress.errors import ConfigError, UserError
+from compress.runtime.generate import greedy_config
+from compress.runtime.loader import load
+from compress.runtime.server.answers import Served
+from compress.runtime.server.app import build
+from compress.runtime.server.engine import Engine, Limits
+from compress.runtime.server.metrics import Metrics
+
+KEY_VARIABLE = "COMPRESS_API_KEY"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LAST_SECONDS = 5
+"""For answers to reach their clients after the engine has stopped."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """checkpoint: the folder. name: of the model, for clients; null: the folder's.
+
+    host, port: where to listen; port 0: any that is free. device: cpu, cuda, or auto. backend: of
+    the kernels; null: the device's own. running, waiting, kv_tokens, batch_tokens: see Limits.
+    prompt_tokens, new_tokens: the most that a request may bring, and ask for; null: what the
+    model's context holds. grace: seconds that requests have to finish after SIGTERM. The API key,
+    if there is to be one, is in the environment as COMPRESS_API_KEY.
+    """
+
+    checkpoint: str = "???"
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    device: str = "auto"
+    backend: str | None = None
+    running: int = Limits.running
+    waiting: int = Limits.waiting
+    kv_tokens: int = Limits.kv_tokens
+    batch_tokens: int = Limits.batch_tokens
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    grace: float = 30.0
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.port < 1 << 16:
+            problems.append(f"port is {self.port}; wanted 0 to 65535")
+        if self.device not in ("auto", "cpu", "cuda"):
+            problems.append(f"device is {self.device!r}; wanted auto, cpu or cuda")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            problems.append("device is cuda, but torch sees no GPU here; use device=cpu")
+        for name in ("prompt_tokens", "new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                problems.append(f"{name} is {value}; wanted at least 1, or null")
+        if problems:
+            raise ConfigError(problems)
+        if self.device == "auto":
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def limits(self) -> Limits:
+        """Those of the engine."""
+        return Limits(
+            running=self.running,
+            waiting=self.waiting,
+            kv_tokens=self.kv_tokens,
+            batch_tokens=self.batch_tokens,
+        )
+
+
+def served(settings: Options) -> Served:
+    """Load the checkpoint and put an engine around it."""
+    folder, limits = Path(settings.checkpoint), settings.limits()
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder}: no config.json there; wanted a checkpoint's folder")
+    trust = settings.trust_remote_code
+    model = load(folder, device=settings.device, backend=settings.backend, trust_remote_code=trust)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    greedy = greedy_config(model, tokenizer, 1)
+    ends = greedy.eos_token_id
+    end_tokens = ends if isinstance(ends, list) else [ends] if ends is not None else []
+    positions = model.config.get_text_config().max_position_embeddings
+    context = min(positions, limits.kv_tokens)
+    engine = Engine(model, end_tokens, limits)
+    return Served(
+        name=settings.name or folder.resolve().name,
+        engine=engine,
+        tokenizer=tokenizer,
+        metrics=Metrics(engine),
+        defaults=model.generation_config,
+        end_tokens=end_tokens,
+        context=context,
+        prompt_tokens=min(settings.prompt_tokens or context, context - 1),
+        new_tokens=min(settings.new_tokens or context, context - 1),
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The socket, taken before the model is loaded; raises UserError where it cannot be had."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.strerror
+        raise UserError(
+            f"host={host} port={port}: {reason}; port=0 takes one that is free"
+        ) from error
+
+
+async def run(served: Served, listening: socket.socket, settings: Options) -> None:
+    """Serve until SIGTERM or SIGINT; then finish what runs, as far as `grace` lets it."""
+    key = os.environ.get(KEY_VARIABLE) or None
+    server = uvicorn.Server(
+        uvicorn.Config(
+            build(served, key),
+            log_level="warning",
+            lifespan="off",
+            timeout_graceful_shutdown=int(settings.grace) + LAST_SECONDS,
+        )
+    )
+    await served.engine.start()
+    host, port = listening.getsockname()[:2]
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    _say(f"{served.name} is served at http://{where}/v1")
+    if settings.host not in LOOPBACK and key is None:
+        _say(f"other machines can reach it, without a key; set {KEY_VARIABLE} to ask for one")
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    while not server.should_exit and not serving.done():
+        await asyncio.sleep(0.1)
+    _say(f"stopping; requests have {settings.grace:g} s to finish")
+    await served.engine.stop(settings.grace)
+    await serving
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"compress: {line}\n")
+    sys.stderr.flush()
+
+
+def main(words: list[str]) -> None:
+    """Read the options, load, serve."""
+    settings = options.parsed(Options, words)
+    with listen(settings.host, settings.port) as listening:
+        ready = served(settings)
+
+        def stopped(signal_number: int, frame: FrameType | None) -> None:
+            """Once the server has stopped, uvicorn sends the signal again: nothing is left to do."""
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stopped)
+        asyncio.run(run(ready, listening, settings))
+
+
+if __name__ == "__main__":
+    options.run(main, f"{__doc__}\n{Options.__doc__}\n")
