@@ -1,15 +1,17 @@
 """Compile the Triton kernels ahead of time, for GPUs that are not there, and look at the result.
 
-`python -m compress.kernels.aot` prints registers, spills, shared memory and tensor-core
-instructions of every kernel that the runtime launches, for sm_80, sm_86 and sm_90.
+`python -m compress.kernels.aot` prints a table: registers, spills, shared memory and instructions
+of every launch that is shipped, for sm_80, sm_89 and sm_90; `--all` adds what tuning tries.
 """
 
+import argparse
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +19,41 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from compress.kernels.quantize import triton as quantize
+from compress.kernels.tiles import Gpu, Tile, space
 from compress.kernels.w8a8 import triton as w8a8
 from compress.kernels.wna16 import triton as wna16
+from compress.kernels.wna16.planar import block_words
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INSTRUCTIONS = ("IMMA", "IGMMA", "HMMA", "HGMMA", "LDGSTS")
+CAPABILITIES = (80, 89, 90)
 # What a block may use of shared memory, in bytes (CUDA C++ Programming Guide, table of technical
 # specifications by compute capability).
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+TOKENS = {"decode": 16, "middle": 64, "prefill": 2048}
+FORMATS = ((4, 128), (4, 64), (4, 32), (4, 0), (8, 128), (8, 0))
+"""Bits and group size of weight-only launches; 0: a scale a row."""
 
-W8A8_TYPES = {"q_ptr": "*i8", "w_ptr": "*i8", "q_scale_ptr": "*fp32", "w_scale_ptr": "*bf16"}
-WNA16_TYPES = {"x_ptr": "*bf16", "w_ptr": "*i32", "scale_ptr": "*bf16"}
-ENDS = {"bias_ptr": "*bf16", "y_ptr": "*bf16"}
+TYPES = {
+    "x_ptr": "*bf16",
+    "y_ptr": "*bf16",
+    "gate_ptr": "*bf16",
+    "up_ptr": "*bf16",
+    "weight_ptr": "*bf16",
+    "bias_ptr": "*bf16",
+    "scale_ptr": "*bf16",
+    "w_scale_ptr": "*bf16",
+    "q_ptr": "*i8",
+    "q_scale_ptr": "*fp32",
+    "lock_ptr": "*i32",
+    "magic_ptr": "*i32",
+    "eps": "fp32",
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel with the types and constants of one launch; integers without a type are i32."""
+    """A launch: a kernel with types and constants; integers without a type are i32."""
 
     name: str
     kernel: Any
@@ -45,43 +65,70 @@ class Case:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers a thread, bytes, and instructions counted."""
+    """What a compiled kernel takes: registers a thread, bytes, and instructions counted.
+
+    `loop` counts those of the innermost loop that multiplies on tensor cores.
+    """
 
     registers: int
     stack: int
     local: int
     shared: int
-    instructions: dict[str, int]
+    instructions: Counter[str]
+    loop: Counter[str]
 
     @property
     def spills(self) -> bool:
         return self.stack > 0 or self.local > 0
 
 
-def cases() -> Iterator[Case]:
-    """Every launch that matters: each tile, each weight format, bf16 in and out."""
-    types = {"x_ptr": "*bf16", "q_ptr": "*i8", "scale_ptr": "*fp32"}
-    yield Case("quantize", w8a8.quantize_kernel, types, {"BLOCK": 4096}, 8, 3)
-    for tile in (w8a8.DECODE, w8a8.SHORT, w8a8.PREFILL):
-        name = f"w8a8 {tile.BLOCK_M}x{tile.BLOCK_N}"
-        constants = {"HAS_BIAS": True, "EVEN_K": True}
-        yield _case(name, w8a8.gemm_kernel, W8A8_TYPES | ENDS, constants, asdict(tile))
-    for bits, group in ((4, 32), (4, 64), (4, 128), (4, 0), (8, 0)):
-        for planar, wide in ((False, wna16.DECODE), (True, wna16.PREFILL)):
-            name = f"w{bits}a16 g{group} {wide.BLOCK_M}x{wide.BLOCK_N}"
-            format_ = {"BITS": bits, "GROUP": group, "PLANAR_X": planar, "HAS_BIAS": True}
-            yield _case(name, wna16.gemm_kernel, WNA16_TYPES | ENDS, format_, asdict(wide))
+def count(instructions: Counter[str], start: str) -> int:
+    """How many instructions have a name that begins with `start`, such as LDGSTS."""
+    return sum(n for name, n in instructions.items() if name.startswith(start))
+
+
+def cases(capability: int, *, tuning: bool = False) -> Iterator[Case]:
+    """Every launch that is shipped for sm_`capability`; with `tuning`, every one that is tried."""
+    types = TYPES | {"scale_ptr": "*fp32"}
+    for kernel in (quantize.quantize_kernel, quantize.rmsnorm_kernel, quantize.swiglu_kernel):
+        launch = quantize.launch(4096)
+        name = f"quantize {kernel.__name__.removesuffix('_kernel')}"
+        yield Case(name, kernel, types, {"BLOCK": launch["BLOCK"]}, launch["num_warps"], 3)
+    gpu = Gpu("", capability, 0)
+    for regime, tokens in TOKENS.items():
+        for tile in space("w8a8", tokens, gpu)[: None if tuning else 1]:
+            yield _w8a8(_split(tile, regime))
+        for bits, group in FORMATS:
+            for tile in space("wna16", tokens, gpu)[: None if tuning else 1]:
+                yield _wna16(bits, group, _split(tile, regime))
+
+
+def _split(tile: Tile, regime: str) -> Tile:
+    """With the code that adds up parts, where launches of the regime commonly have it."""
+    return tile if regime == "prefill" else replace(tile, SPLITS=4)
+
+
+def _w8a8(tile: Tile) -> Case:
+    constants = {"HAS_BIAS": True, "EVEN_K": True, "BLOCK_K": w8a8.BLOCK_K}
+    types = TYPES | {"w_ptr": "*i8", "parts_ptr": "*i32"}
+    return _case("w8a8", w8a8.gemm_kernel, types, constants, tile)
+
+
+def _wna16(bits: int, group: int, tile: Tile) -> Case:
+    width = block_words(group or None)
+    constants = {"BITS": bits, "GROUP": group, "WORDS": width, "EVEN_K": True, "HAS_BIAS": True}
+    types = TYPES | {"w_ptr": "*i32", "parts_ptr": "*fp32"}
+    name = f"w{bits}a16 {f'g{group}' if group else 'channel'}"
+    return _case(name, wna16.gemm_kernel, types, constants, tile)
 
 
 def _case(
-    name: str,
-    kernel: Any,
-    types: dict[str, str],
-    constants: Mapping[str, int],
-    tile: dict[str, int],
+    name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], tile: Tile
 ) -> Case:
-    warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
-    return Case(name, kernel, types, {**constants, **tile}, warps, stages)
+    blocks = asdict(tile)
+    warps, stages = blocks.pop("num_warps"), blocks.pop("num_stages")
+    name = f"{name} {tile.BLOCK_M}x{tile.BLOCK_N}"
+    return Case(name, kernel, types, constants | blocks, warps, stages)
 
 
 def resources(case: Case, capability: int) -> Resources:
@@ -93,12 +140,12 @@ def resources(case: Case, capability: int) -> Resources:
     }
     # At run time Triton sees that pointers and strides are divisible by 16; here it must be told,
     # or loads are not 128 bits wide. M is any number of tokens, groups any number of scales.
-    aligned = [n for n in names if n not in case.constants and n not in ("M", "groups")]
+    unknown = (*case.constants, "M", "groups", "eps")
     source = ASTSource(
         case.kernel,
         signature,
         {(names.index(name),): value for name, value in case.constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        {(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in unknown},
     )
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -110,9 +157,9 @@ def resources(case: Case, capability: int) -> Resources:
     if found is None:
         raise RuntimeError(f"cuobjdump said nothing of registers: {usage}")
     registers, stack, local = map(int, found.groups())
-    counts = {i: len(re.findall(rf"\b{i}\b", assembly)) for i in INSTRUCTIONS}
-    used = {i: count for i, count in counts.items() if count}
-    return Resources(registers, stack, local, compiled.metadata.shared, used)
+    lines = assembly.splitlines()
+    every, loop = _instructions(lines), _instructions(_inner_loop(lines))
+    return Resources(registers, stack, local, compiled.metadata.shared, every, loop)
 
 
 def _output(tool: str, *arguments: str) -> str:
@@ -120,17 +167,46 @@ def _output(tool: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def _instructions(lines: list[str]) -> Counter[str]:
+    """Instructions by name; `/*0ca0*/ @!P0 LDGSTS.E.128 [R1], ...` is an LDGSTS.E.128."""
+    pattern = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)")
+    return Counter(found[1] for line in lines if (found := pattern.match(line)))
+
+
+def _inner_loop(lines: list[str]) -> list[str]:
+    """The shortest stretch with an MMA between a label and a branch back to it."""
+    labels: dict[str, int] = {}
+    loops: list[list[str]] = []
+    for i, line in enumerate(lines):
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = i
+        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        if branch and branch[1] in labels:
+            body = lines[labels[branch[1]] : i + 1]
+            if any("MMA" in inner for inner in body):
+                loops.append(body)
+    return min(loops, key=len, default=[])
+
+
 def main() -> None:
-    """Print a line a kernel and GPU."""
-    for capability in (80, 86, 90):
-        for case in cases():
+    """Print a table in Markdown, a line a kernel and GPU."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="add what tuning tries")
+    options = parser.parse_args()
+    shown = ("IMMA", "IGMMA", "HMMA", "HGMMA", "LDGSTS.E.BYPASS.128", "LDGSTS", "I2F")
+    titles = ("sm", "launch", "registers", "spills", "shared, bytes", *shown[:4])
+    more = ("LDGSTS.128 of", "I2F in the loop", "instructions in the loop")
+    sys.stdout.write("| " + " | ".join((*titles, *more)) + " |\n")
+    sys.stdout.write("|" + "---|" * (len(titles) + len(more)) + "\n")
+    for capability in CAPABILITIES:
+        for case in cases(capability, tuning=options.all):
             r = resources(case, capability)
-            instructions = ", ".join(f"{i} {n}" for i, n in r.instructions.items())
-            sys.stdout.write(
-                f"sm_{capability} {case.name:20} {r.registers:3} registers, "
-                f"{'spills' if r.spills else 'no spills'}, {r.shared:6} bytes shared; "
-                f"{instructions}\n"
-            )
+            counts = [count(r.instructions, name) for name in shown]
+            cells = [capability, case.name, r.registers, "yes" if r.spills else "no", r.shared]
+            cells += [*counts[:4], f"{counts[4]} of {counts[5]}", count(r.loop, "I2F")]
+            cells.append(r.loop.total())
+            sys.stdout.write("| " + " | ".join(map(str, cells)) + " |\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import Tensor
 from compress.kernels import w8a8, wna16
 from compress.kernels.backend import pick_backend
 from compress.kernels.check import MAX_RELATIVE_ERROR, check_linear
+from compress.kernels.wna16.planar import to_planar
 from compress.qtensor import QTensor, QuantSpec, pack_int32, quantize
 
 SPECS = (QuantSpec(8, activation_bits=8), QuantSpec(8), QuantSpec(4, 64), QuantSpec(4))
@@ -38,8 +39,11 @@ def bind(weight: QTensor, backend: str, dtype: torch.dtype) -> Callable[[Tensor]
     """The linear of `weight` on `backend`, without bias, for inputs of `dtype`."""
     if weight.spec.activation_bits is not None:
         return w8a8.prepare(weight.ints, weight.scales, None, backend)
+    packed = pack_int32(weight.ints, weight.spec.bits)
+    if backend == "triton":
+        packed = to_planar(packed, weight.spec.bits, weight.spec.group_size)
     return wna16.prepare(
-        pack_int32(weight.ints, weight.spec.bits),
+        packed,
         weight.scales,
         None,
         spec=weight.spec,

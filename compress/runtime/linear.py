@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from compress import checkpoint
 from compress.kernels import w8a8, wna16
 from compress.kernels.backend import pick_backend
+from compress.kernels.wna16.planar import from_planar, to_planar
 from compress.qtensor import QTensor, QuantSpec
 
 
@@ -16,8 +17,8 @@ class QuantLinear(nn.Module):
     """Stands in for `nn.Linear(in_features, out_features)`: [..., K] to [..., N].
 
     Its buffers carry the names and shapes of the checkpoint: `weight` and `weight_scale` for W8A8;
-    `weight_packed`, `weight_scale` and `weight_shape` for W8A16 and W4A16. What a backend wants in
-    another order is kept beside them.
+    `weight_packed`, `weight_scale` and `weight_shape` for W8A16 and W4A16. For Triton's kernels
+    `weight_packed` is put in another order when it is bound; the CPU's keep theirs beside it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class QuantLinear(nn.Module):
             self.bias = nn.Parameter(empty, requires_grad=False)
         self._kernel: Callable[[Tensor], Tensor] | None = None
         self._backend: str | None = None
+        self._planar = False
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., K] to [..., N], in the dtype of `x`."""
@@ -57,7 +59,10 @@ class QuantLinear(nn.Module):
 
     def qtensor(self) -> QTensor:
         """The weight as integers [N, K] and scales [N, G]."""
-        return checkpoint.unpack("", {f".{n}": t for n, t in self.named_buffers()}, self.spec)
+        tensors = {f".{n}": t for n, t in self.named_buffers()}
+        if self._planar:
+            tensors[".weight_packed"] = self._from_planar(tensors[".weight_packed"])
+        return checkpoint.unpack("", tensors, self.spec)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.spec.scheme}"
@@ -69,7 +74,7 @@ class QuantLinear(nn.Module):
         if self.spec.activation_bits is not None:
             return w8a8.prepare(buffers["weight"], scale, self.bias, backend)
         return wna16.prepare(
-            buffers["weight_packed"],
+            self._words(planar=backend == "triton"),
             scale,
             self.bias,
             spec=self.spec,
@@ -77,6 +82,21 @@ class QuantLinear(nn.Module):
             backend=backend,
             dtype=dtype,
         )
+
+    def _words(self, *, planar: bool) -> Tensor:
+        """`weight_packed`, put in the order that the kernel wants: a second copy is not kept."""
+        words = dict(self.named_buffers())["weight_packed"]
+        if planar != self._planar:
+            words = self._to_planar(words) if planar else self._from_planar(words)
+            self.register_buffer("weight_packed", words)
+            self._planar = planar
+        return words
+
+    def _to_planar(self, words: Tensor) -> Tensor:
+        return to_planar(words, self.spec.bits, self.spec.group_size)
+
+    def _from_planar(self, words: Tensor) -> Tensor:
+        return from_planar(words, self.spec.bits, self.spec.group_size, self.in_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # The kernel holds the tensors from before a move: bind it again at the next forward.

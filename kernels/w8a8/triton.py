@@ -1,61 +1,23 @@
-"""W8A8 in Triton: quantize rows, then an INT8 GEMM with the scales in its epilogue.
+"""W8A8 in Triton: an INT8 GEMM with the scales in its epilogue, over activations in INT8.
 
 Letters as in the package: M tokens, N output channels, K input channels.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.quantize import triton as quantize
+from compress.kernels.splits import add_up, new_locks, new_parts
+from compress.kernels.tiles import Tile
+from compress.kernels.tune import tile_for
 
-@dataclass(frozen=True)
-class Tile:
-    """Block sizes and pipelining of the GEMM. BLOCK_K >= 32, as INT8 tensor cores want."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_K: int
-    num_warps: int
-    num_stages: int
-
-
-# Decode is bound by reading the weight: narrow tiles, many programs. Prefill by arithmetic.
-DECODE = Tile(16, 64, 256, num_warps=4, num_stages=4)
-SHORT = Tile(64, 64, 128, num_warps=4, num_stages=4)
-PREFILL = Tile(128, 128, 128, num_warps=8, num_stages=3)
-
-
-def tile_for(m: int) -> Tile:
-    """The tile for `m` tokens."""
-    if m <= 16:
-        return DECODE
-    return SHORT if m <= 128 else PREFILL
-
-
-@triton.jit
-def quantize_kernel(x_ptr, q_ptr, scale_ptr, K, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program a row: absmax, then the integers. Rows are contiguous."""
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    peak = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, K, BLOCK):
-        x = tl.load(x_ptr + row * K + start + k, mask=start + k < K, other=0.0)
-        peak = tl.maximum(peak, tl.abs(x.to(tl.float32)))
-    scale = tl.div_rn(tl.max(peak, 0), 127.0)
-    tl.store(scale_ptr + row, scale)
-    divisor = tl.where(scale > 0, scale, 1.0)
-    for start in range(0, K, BLOCK):
-        x = tl.load(x_ptr + row * K + start + k, mask=start + k < K, other=0.0)
-        steps = tl.div_rn(x.to(tl.float32), tl.broadcast_to(divisor, (BLOCK,)))
-        # 1.5 * 2^23: adding it leaves no fraction bits, so the sum is rounded to the even integer.
-        steps = (steps + 12582912.0) - 12582912.0
-        # A cast to int8 wraps around: clamp first.
-        steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
-        tl.store(q_ptr + row * K + start + k, steps.to(tl.int8), mask=start + k < K)
+BLOCK_K = 128
+"""Bytes of each row a step: a cache line."""
 
 
 @triton.jit
@@ -66,16 +28,22 @@ def gemm_kernel(  # type: ignore[no-untyped-def]
     w_scale_ptr,
     bias_ptr,
     y_ptr,
+    parts_ptr,
+    lock_ptr,
     M,
     N,
     K,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """y_MN = (q_MK @ w_NK^T in int32) * q_scale_M * w_scale_N + bias_N, all row-major."""
+    """y_MN = (q_MK @ w_NK^T in int32) * w_scale_N * q_scale_M + bias_N, all row-major.
+
+    parts, lock: see `splits`; the parts are int32, so that the sum stays exact.
+    """
     # Programs that run together share columns of w: the weight is read once from memory.
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -83,8 +51,10 @@ def gemm_kernel(  # type: ignore[no-untyped-def]
     # Rows past the end read the last row instead of a mask in the loop; they are not stored.
     q_ptrs = q_ptr + tl.minimum(m, M - 1).to(tl.int64)[:, None] * K + k[None, :]
     w_ptrs = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
+    span = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
+    first = tl.program_id(2) * span
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(first, tl.minimum(first + span, K), BLOCK_K):
         if EVEN_K:
             q = tl.load(q_ptrs + start)
             w = tl.load(w_ptrs + start)
@@ -92,24 +62,18 @@ def gemm_kernel(  # type: ignore[no-untyped-def]
             q = tl.load(q_ptrs + start, mask=(start + k < K)[None, :], other=0)
             w = tl.load(w_ptrs + start, mask=(start + k < K)[:, None], other=0)
         acc = tl.dot(q, w, acc, out_dtype=tl.int32)
-    q_scale = tl.load(q_scale_ptr + m, mask=m < M, other=0.0)
-    w_scale = tl.load(w_scale_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    y = acc.to(tl.float32) * w_scale[None, :] * q_scale[:, None]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    y_ptrs = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-def quantize_per_token(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [M, K] and float32 scales [M, 1]; `x_MK` is contiguous."""
-    m, k = x_MK.shape
-    q_MK = torch.empty_like(x_MK, dtype=torch.int8)
-    scale_M1 = torch.empty((m, 1), dtype=torch.float32, device=x_MK.device)
-    if m:
-        block = min(triton.next_power_of_2(k), 4096)
-        quantize_kernel[(m,)](x_MK, q_MK, scale_M1, k, BLOCK=block, num_warps=max(1, block // 512))
-    return q_MK, scale_M1
+    last = True
+    if SPLITS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        acc, last = add_up(acc, parts_ptr, lock_ptr, tile, tl.program_id(2), SPLITS)
+    if last:
+        q_scale = tl.load(q_scale_ptr + m, mask=m < M, other=0.0)
+        w_scale = tl.load(w_scale_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        y = acc.to(tl.float32) * w_scale[None, :] * q_scale[:, None]
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        y_ptrs = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 def gemm(
@@ -118,6 +82,7 @@ def gemm(
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
+    locks: Tensor,
     y_MN: Tensor,
     tile: Tile | None = None,
 ) -> None:
@@ -125,8 +90,8 @@ def gemm(
     (m, k), n = q_MK.shape, len(weight)
     if not m:
         return
-    tile = tile or tile_for(m)
-    grid = (triton.cdiv(m, tile.BLOCK_M), triton.cdiv(n, tile.BLOCK_N))
+    tile = tile or tile_for("w8a8", m, n, k, triton.cdiv(k, BLOCK_K), q_MK.device)
+    grid = (triton.cdiv(m, tile.BLOCK_M), triton.cdiv(n, tile.BLOCK_N), tile.SPLITS)
     gemm_kernel[grid](
         q_MK,
         weight,
@@ -134,29 +99,67 @@ def gemm(
         weight_scale,
         weight_scale if bias is None else bias,
         y_MN,
+        new_parts(tile, m, n, torch.int32, q_MK.device),
+        locks,
         m,
         n,
         k,
         HAS_BIAS=bias is not None,
-        EVEN_K=k % tile.BLOCK_K == 0,
+        EVEN_K=k % BLOCK_K == 0,
+        BLOCK_K=BLOCK_K,
         **asdict(tile),
     )
 
 
-def linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+def quantized_linear(
+    q_MK: Tensor,
+    q_scale_M1: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    locks: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """int8 [M, K] with scales [M, 1], from any of `compress.kernels.quantize`, to [M, N]."""
+    y_MN = torch.empty((len(q_MK), len(weight)), dtype=dtype, device=q_MK.device)
+    gemm(q_MK, q_scale_M1, weight, weight_scale, bias, locks, y_MN)
+    return y_MN
+
+
+def linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, locks: Tensor
+) -> Tensor:
     """`x` [..., K] to [..., N] in the dtype of `x`; the rest as in the reference."""
-    q_MK, scale_M1 = quantize_per_token(x.reshape(-1, x.shape[-1]).contiguous())
-    y_MN = torch.empty((len(q_MK), len(weight)), dtype=x.dtype, device=x.device)
-    gemm(q_MK, scale_M1, weight, weight_scale, bias, y_MN)
+    q_MK, scale_M1 = quantize.per_token(x.reshape(-1, x.shape[-1]))
+    y_MN = quantized_linear(q_MK, scale_M1, weight, weight_scale, bias, locks, x.dtype)
     return y_MN.reshape(*x.shape[:-1], len(weight))
 
 
+# The locks are zeros before and after: to a compiler, nothing is mutated.
 linear_op = torch.library.custom_op("compress::w8a8_linear", linear, mutates_args=())
+quantized_linear_op = torch.library.custom_op(
+    "compress::w8a8_quantized_linear", quantized_linear, mutates_args=()
+)
 
 
 @linear_op.register_fake
-def _(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+def _(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, locks: Tensor
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@quantized_linear_op.register_fake
+def _(
+    q_MK: Tensor,
+    q_scale_M1: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    locks: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    return q_MK.new_empty((q_MK.shape[0], weight.shape[0]), dtype=dtype)
 
 
 def prepare(
@@ -168,9 +171,10 @@ def prepare(
     15 microseconds a call and more, which is what a linear takes at decode.
     """
     weight, weight_scale = weight.contiguous(), weight_scale.contiguous()
+    locks = new_locks(weight.device)
 
     def run(x: Tensor) -> Tensor:
         call = linear_op if torch.compiler.is_compiling() else linear
-        return call(x, weight, weight_scale, bias)
+        return call(x, weight, weight_scale, bias, locks)
 
     return run

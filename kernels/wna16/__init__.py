@@ -4,7 +4,8 @@
 
 M tokens, N output channels, K input channels, G scales a row: one (per channel), or K / group size.
 The weight comes as in the checkpoint, `packed` int32 [N, ceil(K * bits / 32)]: each value stored as
-value + 2^(bits-1), element i of a word at bit `bits * i`. `reference.py` is the truth.
+value + 2^(bits-1), element i of a word at bit `bits * i`. Triton's kernels want the words in
+another order (`planar`), into which a weight is put once. `reference.py` is the truth.
 """
 
 from collections.abc import Callable
@@ -30,8 +31,8 @@ def prepare(
 ) -> Callable[[Tensor], Tensor]:
     """A function [..., K] -> [..., N] in the input's dtype that runs on `backend`.
 
-    packed: int32 words. weight_scale: [N, G]. bias: [N] or None. dtype: of the inputs to come; a
-    backend may need to know it to repack the weight, which it does here, once.
+    packed: int32 words, for triton in planar order. weight_scale: [N, G]. bias: [N] or None. dtype:
+    of the inputs to come; a backend may need it to repack the weight, which it does here, once.
     """
     if backend == "cpu":
         from compress.kernels.wna16 import cpu

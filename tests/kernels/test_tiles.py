@@ -1,0 +1,83 @@
+"""Which tile a launch takes: the regimes, parts of K, and tiles that were measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compress.errors import UserError
+from compress.kernels.tiles import A100, LOCKS, Gpu, Tile, bucket, default_tile, regime, space
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", 90, 132)
+RTX_4090 = Gpu("NVIDIA GeForce RTX 4090", 89, 128)
+GPUS = (A100, H100, RTX_4090, Gpu("AMD Instinct MI300X", 0, 304))
+
+
+@pytest.mark.parametrize(
+    ("m", "name"),
+    [(1, "decode"), (16, "decode"), (17, "middle"), (256, "middle"), (257, "prefill")],
+)
+def test_the_regimes(m: int, name: str) -> None:
+    assert regime(m) == name
+
+
+def test_decode_of_a_7b_fills_the_gpu_by_splitting_k() -> None:
+    # 4096 channels are 64 tiles of 64; K is 32 steps of 128, or 16 of 256.
+    assert default_tile("w8a8", 1, 4096, 32, H100).SPLITS == 8
+    assert default_tile("wna16", 1, 4096, 16, H100).SPLITS == 8
+    assert default_tile("wna16", 1, 14336, 16, H100).SPLITS == 2
+    assert default_tile("w8a8", 4096, 4096, 32, H100) == Tile(128, 256, 1, 8, 3)
+    assert default_tile("w8a8", 4096, 4096, 32, A100) == Tile(128, 128, 1, 8, 3)
+
+
+@given(
+    m=st.integers(1, 10_000),
+    n=st.integers(1, 200_000),
+    steps=st.integers(1, 500),
+    gpu=st.sampled_from(GPUS),
+    kernel=st.sampled_from(["w8a8", "wna16"]),
+)
+def test_parts_of_k_have_two_steps_and_every_shared_tile_a_lock(
+    m: int, n: int, steps: int, gpu: Gpu, kernel: str
+) -> None:
+    tile = default_tile(kernel, m, n, steps, gpu)
+    assert tile.SPLITS == 1 or steps >= 2 * tile.SPLITS
+    assert tile.SPLITS == 1 or tile.count(m, n) <= LOCKS
+    assert space(kernel, m, gpu)[0].BLOCK_N == tile.BLOCK_N
+
+
+@given(m=st.integers(1, 10_000))
+def test_tokens_share_few_buckets(m: int) -> None:
+    b = bucket(m)
+    assert b == min(4096, max(16, b))
+    assert m <= b or b == 4096
+    assert b == 16 or 2 * m > b
+    assert regime(b) == regime(m)
+
+
+def test_a_measured_tile_goes_before_the_shipped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton is installed on Linux only")
+    from compress.kernels import tune
+
+    monkeypatch.setenv(tune.VARIABLE, str(tmp_path))
+    tune.tuned.cache_clear()
+    tune.tile_for.cache_clear()
+    arguments = ("w8a8", 5, 64, 256, 2, torch.device("cpu"))
+    assert tune.tile_for(*arguments) == default_tile("w8a8", 16, 64, 2, A100)
+    measured = Tile(16, 32, 2, 4, 6)
+    file = tune.cache_file(A100)
+    tune.keep(file, {tune.key("w8a8", 7, 64, 256): measured})
+    assert tune.tile_for(*arguments) == measured
+    assert tune.tile_for("w8a8", 5, 64, 512, 4, torch.device("cpu")) != measured
+    tune.keep(file, {tune.key("wna16", 7, 64, 256): measured})
+    assert len(tune.tuned(file)) == 2
+    file.write_text("[]")
+    tune.tuned.cache_clear()
+    tune.tile_for.cache_clear()
+    with pytest.raises(UserError, match="delete it"):
+        tune.tile_for(*arguments)
+    tune.tuned.cache_clear()

@@ -1,0 +1,92 @@
+"""A trained model writes the same tokens through the Triton kernels as through the reference.
+
+W8A8 as engines load it; W8A16 and W4A16 with V quantized beside Q and K in 16 bit, which our own
+runtime alone serves, and with its KV cache that keeps V in 8 bit.
+
+Run by test_triton.py, in a process of its own: in the interpreter, or on a GPU.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from compress import checkpoint
+from compress.kernels.tiles import regime
+from compress.qtensor import QTensor, QuantSpec, quantize
+from compress.runtime.generate import generate
+from compress.runtime.loader import load
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPT = "Once upon a time, there was a little girl named Lily. She loved to play outside"
+NEW_TOKENS = 4
+ENGINES = ("q_proj", "k_proj", "v_proj")
+NATIVE = ("q_proj", "k_proj")
+
+
+def quantized(source: Path, folder: Path, spec: QuantSpec, kept: tuple[str, ...]) -> Path:
+    """`source` rounded to `spec` in a folder of its own, linears named in `kept` left as they are.
+
+    Where a group does not divide K, the linear is quantized per channel.
+    """
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    specs: dict[str, QuantSpec] = {}
+    ignore, stored = ["lm_head"], {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if "_proj" not in module:
+            stored[name] = tensor.bfloat16()
+        elif module.endswith(kept):
+            ignore.append(module)
+            stored[name] = tensor.bfloat16()
+        else:
+            divides = spec.group_size is None or tensor.shape[1] % spec.group_size == 0
+            own = spec if divides else QuantSpec(spec.bits)
+            peaks = tensor.reshape(len(tensor), own.groups(tensor.shape[1]), -1).abs().amax(-1)
+            scales = (peaks / own.qmax).bfloat16()
+            if own.bits == 4:
+                scales[::2] *= -1
+            specs[module] = own
+            weight = QTensor(quantize(tensor, scales, own), scales, own)
+            stored |= checkpoint.pack(module, weight)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"dtype": "bfloat16"}
+    config["quantization_config"] = checkpoint.quantization_config(specs, ignore)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("spec", "kept", "kv_cache"),
+    [
+        (QuantSpec(8, activation_bits=8), ENGINES, "16"),
+        (QuantSpec(8), NATIVE, "v8"),
+        (QuantSpec(4, 32), NATIVE, "v8"),
+    ],
+    ids=["W8A8", "W8A16 with V", "W4A16 with V"],
+)
+def test_the_same_tokens(
+    spec: QuantSpec, kept: tuple[str, ...], kv_cache: str, stories260k: Path, tmp_path: Path
+) -> None:
+    folder = quantized(stories260k, tmp_path / "quantized", spec, kept)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert regime(len(tokenizer(PROMPT).input_ids)) == "middle"
+    texts = {}
+    for backend in ("triton", "reference"):
+        model = load(folder, device=DEVICE, backend=backend)
+        assert model.dtype == torch.bfloat16
+        (texts[backend],) = generate(
+            model,
+            tokenizer,
+            [PROMPT],
+            max_new_tokens=NEW_TOKENS,
+            batch_size=1,
+            kv_cache=kv_cache,
+        )
+    assert texts["triton"] == texts["reference"]
+    assert texts["triton"].strip()
