@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.eval import likelihood, rules, statistics
 from compress.eval.items import Item, as_asked
 from compress.eval.metrics import Rows, metric
-from compress.eval.tasks import Task
+from compress.eval.tasks import RIGHT_OR_WRONG, Task
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,8 @@ def compare(
     for name in task.metrics:
         of = total(name)
         old, new = (by_metric[name] for by_metric in rows)
+        before_score, after_score = of(old.sum(0)), of(new.sum(0))
+        difference = after_score - before_score
         low, high = statistics.paired_interval(old, new, of, seed=seed)
         gained, lost = statistics.flips(each(name, old), each(name, new))
         records.append(
@@ -216,12 +218,24 @@ def compare(
                 "name": task.name,
                 "metric": name,
                 "n": len(items),
-                "before": of(old.sum(0)),
-                "after": of(new.sum(0)),
+                "before": before_score,
+                "after": after_score,
                 "ci95": [low, high],
                 "gained": gained,
                 "lost": lost,
                 "p": statistics.mcnemar(gained, lost),
+                "smallest_loss": _smallest_loss(name, len(items), gained, high - difference),
             }
         )
     return records
+
+
+def _smallest_loss(name: str, items: int, gained: int, reach: float) -> float | None:
+    """The smallest loss, in points, that these items could have shown.
+
+    Of right and wrong answers by McNemar's test; of graded ones the reach of the interval above the
+    difference, by which that has to be below zero, and None where nothing differs.
+    """
+    if name in RIGHT_OR_WRONG:
+        return statistics.smallest_loss(items, gained)
+    return reach or None

@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.artifact import write_json
-from compress.eval import fidelity, sheet, statistics
+from compress.eval import diagnosis, fidelity, layers, sheet, statistics
 from compress.eval.answers import Answer, ask, compare, fitting
 from compress.eval.fidelity import Fidelity, Reference
 from compress.eval.items import Item, items
+from compress.eval.layers import Blocks
 from compress.eval.tasks import Task
 from compress.log import logger
 from compress.runtime.loader import load
@@ -53,7 +54,8 @@ class Judge:
     tokenizer: the original's. windows [n, T]: held-out text. asked: tasks with their items.
     work: a folder for results, each written as soon as it is known, so that a killed run goes on.
     kv_cache: how the compressed model keeps keys and values; the original keeps them in 16 bit.
-    trust_remote_code: run the models' own Python.
+    trust_remote_code: run the models' own Python. rope: the `rope_parameters` that the compressed
+    model should have, where they are not the original's.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -64,6 +66,7 @@ class Judge:
     work: Path
     kv_cache: str = "16"
     trust_remote_code: bool = False
+    rope: Mapping[str, Any] | None = None
 
     def judge(
         self, dense: Path, checkpoint: Path, *, seed: int
@@ -73,17 +76,28 @@ class Judge:
         The original is loaded twice, in float32 as the reference for KL and then as it is served,
         which gives its answers and what the arithmetic alone costs; last the compressed one.
         """
-        reference = self._reference(dense)
-        before = self._results("original", dense, reference, "16")
-        after = self._results("compressed", checkpoint, reference, self.kv_cache)
+        reference, states = self._reference(dense)
+        before = self._results("original", dense, (reference, states), "16")
+        after = self._results("compressed", checkpoint, (reference, states), self.kv_cache)
         rows, outputs = [], []
         for task, its in self.asked:
             old, new = ([Answer(**a) for a in found[task.name]] for found in (before, after))
             rows += compare(task, its, old, new, seed=seed)
             outputs += sheet.side_by_side(task, its, old, new)
         close, floor = Fidelity(**after["fidelity"]), Fidelity(**before["fidelity"])
-        scores = {"fidelity": _fidelity(close, floor, seed), "tasks": rows}
+        blocks, served = Blocks(**after["blocks"]), Blocks(**before["blocks"])
+        trust = self.trust_remote_code
+        prints = [diagnosis.fingerprint(f, trust_remote_code=trust) for f in (dense, checkpoint)]
+        scores = {
+            "fidelity": _fidelity(close, floor, seed),
+            "blocks": {**asdict(blocks), "error_floor": served.error},
+            "faults": diagnosis.faults(self._as_it_should_be(prints[0]), prints[1], blocks),
+            "tasks": rows,
+        }
         return scores, outputs
+
+    def _as_it_should_be(self, original: diagnosis.Fingerprint) -> diagnosis.Fingerprint:
+        return original if self.rope is None else replace(original, rope=self.rope)
 
     @property
     def _folder(self) -> Path:
@@ -96,8 +110,8 @@ class Judge:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _reference(self, dense: Path) -> Reference:
-        """The original's predictions on the windows, in float32."""
+    def _reference(self, dense: Path) -> tuple[Reference, Tensor]:
+        """The original's predictions on the windows, and what its blocks read, in float32."""
         file = self._folder / "reference.safetensors"
         if not file.exists():
             model = load(
@@ -109,19 +123,23 @@ class Judge:
             if self.device == "cuda" and _fits(model):
                 model.to(self.device)
             reference = fidelity.remember(model, self.windows)
+            states = layers.trace(model, self.windows[0])
             aside = file.with_suffix(".part")
-            save_file(vars(reference), aside)
+            save_file({**vars(reference), "states": states}, aside)
             aside.rename(file)
             del model
             gc.collect()
-        return Reference(**load_file(file))
+        found = load_file(file)
+        states = found.pop("states")
+        return Reference(**found), states
 
     def _results(
-        self, who: str, model_folder: Path, reference: Reference, kv_cache: str
+        self, who: str, model_folder: Path, original: tuple[Reference, Tensor], kv_cache: str
     ) -> dict[str, Any]:
         """Fidelity and the answers to every task; the model is loaded if one is missing."""
         jobs: list[Job] = [
-            ("fidelity", partial(self._closeness, reference, kv_cache)),
+            ("fidelity", partial(self._closeness, original[0], kv_cache)),
+            ("blocks", partial(self._blocks, *original)),
             *((task.name, partial(self._answers, task, its, kv_cache)) for task, its in self.asked),
         ]
         files = {name: self._folder / f"{who}.{name}.json" for name, _ in jobs}
@@ -144,6 +162,11 @@ class Judge:
         self, reference: Reference, kv_cache: str, model: PreTrainedModel
     ) -> dict[str, Any]:
         return asdict(fidelity.compare_to(reference, model, self.windows, kv_cache))
+
+    def _blocks(
+        self, reference: Reference, states: Tensor, model: PreTrainedModel
+    ) -> dict[str, Any]:
+        return asdict(layers.beside(reference, states, model, self.windows[0]))
 
     def _answers(
         self, task: Task, its: list[Item], kv_cache: str, model: PreTrainedModel

@@ -57,6 +57,20 @@ def flips(before: Rows, after: Rows) -> tuple[int, int]:
     return int((after > before).sum()), int((after < before).sum())
 
 
+def smallest_loss(items: int, gained: int, level: float = 0.05) -> float | None:
+    """The smallest loss, in points of 100, that so many items could have shown.
+
+    As many answers lost as make McNemar's test call it more than chance, given that `gained` were
+    gained; None where that is more than all the others.
+    """
+    lost = gained
+    while lost <= items - gained:
+        if mcnemar(gained, lost) <= level:
+            return 100 * (lost - gained) / items
+        lost += 1
+    return None
+
+
 def mcnemar(gained: int, lost: int) -> float:
     """Two-sided exact p-value of McNemar's test: were gains and losses equally likely?
 

@@ -22,6 +22,12 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """The metrics that a task of each kind can have; the first is taken where none is named."""
 
+RIGHT_OR_WRONG = (
+    *("accuracy", "normalized_accuracy", "exact_match", "contained"),
+    *("json", "python", "no_loop"),
+)
+"""Metrics by which an answer is either right or wrong; the others grade it."""
+
 
 @dataclass(frozen=True)
 class Task:

@@ -69,6 +69,26 @@ def layer_errors(layers: Sequence[Layer]) -> Markup:
     return key + _panels(layers, draw, same=("error", "error_rtn"))
 
 
+def blocks(found: Mapping[str, Any]) -> Markup:
+    """Error of each block on the original's inputs, and of the original itself as it is served."""
+    series = [
+        Series(
+            name,
+            style,
+            list(enumerate(found[key])),
+            titles=[f"block {i}: {words.percent(e, 2)}" for i, e in enumerate(found[key])],
+        )
+        for name, style, key in (
+            ("original as served", "before", "error_floor"),
+            ("compressed", "after", "error"),
+        )
+    ]
+    scale = axis([*found["error"], *found["error_floor"]])
+    across = plots.Axis(-0.5, len(found["error"]) - 0.5)
+    scales = Scales(across, scale, "block", "", words.count, lambda v: words.percent(v, 1))
+    return plots.legend([(s.name, s.style) for s in series]) + plots.xy(series, scales, 150)
+
+
 def outliers(layers: Sequence[Layer]) -> Markup:
     """Largest and mean absolute input of each linear, by logarithm; a plot a kind of input."""
     scale = axis([x for row in layers for x in (row["absmax"], row["mean_abs"])], log=True)

@@ -3,13 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from compress.eval.tasks import RIGHT_OR_WRONG
 from compress.report.words import listed, percent, points, several, signed, significant
 
 Task = Mapping[str, Any]
 Change = Literal["better", "perhaps better", "unclear", "perhaps worse", "worse"]
-
-RIGHT_OR_WRONG = ("accuracy", "exact_match", "contained")
-"""Metrics by which an item is either right or wrong; the others grade it."""
 
 
 def change(task: Task) -> Change:

@@ -38,7 +38,17 @@ def verdict(figures: Figures) -> dict[str, Any]:
     """`headline` and `findings`, from the figures of report.json; no judgement beyond them."""
     findings = [
         finding
-        for findings_of in (_broken, _gate, _fits, _smaller, _faster, _closeness, _tasks, _tuned)
+        for findings_of in (
+            _broken,
+            _faults,
+            _gate,
+            _fits,
+            _smaller,
+            _faster,
+            _closeness,
+            _tasks,
+            _tuned,
+        )
         for finding in findings_of(figures)
     ]
     return {"headline": _headline(figures), "findings": [asdict(f) for f in findings]}
@@ -77,6 +87,11 @@ def _broken(figures: Figures) -> Iterator[Finding]:
     if figures["not_finite"]:
         names = listed(figures["not_finite"][:5])
         yield Finding("Not finite", f"NaN or infinity was measured: {names}.", "bad")
+
+
+def _faults(figures: Figures) -> Iterator[Finding]:
+    for fault in figures["faults"]:
+        yield Finding(f"Fault found: {fault['name']}", fault["text"], "bad")
 
 
 def _gate(figures: Figures) -> Iterator[Finding]:

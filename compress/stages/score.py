@@ -98,6 +98,7 @@ class Score:
             work=run.work,
             kv_cache=run.config.serve.kv_cache,
             trust_remote_code=trust,
+            rope=_extended_rope(run),
         )
         scores, outputs = judge.judge(dense, run.artifacts["checkpoint"], seed=seed)
         count, length = judge.windows.shape
@@ -136,6 +137,11 @@ class Score:
         return found
 
 
+def _extended_rope(run: Run) -> dict[str, Any] | None:
+    """The `rope_parameters` that the stage extend left, None where it did not run."""
+    return run.manifests.get("extend", {}).get("metrics", {}).get("rope_parameters")
+
+
 def _say(scores: dict[str, Any]) -> None:
     close = scores["fidelity"]
     before, after = close["ppl"]["before"], close["ppl"]["after"]
@@ -143,6 +149,8 @@ def _say(scores: dict[str, Any]) -> None:
         f"  KL {close['kl']:.4f} nats a token (arithmetic alone: {close['kl_floor']:.4f}), "
         f"same first choice {100 * close['top1']:.1f}%, perplexity {before:.2f} to {after:.2f}"
     )
+    for fault in scores["faults"]:
+        logger.warning(f"  {fault['name']}: {fault['text']}")
     for row in scores["tasks"]:
         logger.info(
             f"  {row['name']}, {row['metric']}: {row['before']:.1f} to {row['after']:.1f} "

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from compress.eval.statistics import flips, mcnemar, mean_interval, paired_interval
+from compress.eval.statistics import (
+    flips,
+    mcnemar,
+    mean_interval,
+    paired_interval,
+    smallest_loss,
+)
 
 
 def mean(summed):
@@ -28,6 +34,23 @@ def rows(values):
 )
 def test_mcnemar_is_twice_the_binomial_tail(gained, lost, p):
     assert mcnemar(gained, lost) == pytest.approx(p)
+
+
+@pytest.mark.parametrize(
+    ("items", "gained", "points"),
+    [
+        (100, 0, 6.0),  # 6 lost of 6 changed: 2 / 2^6 = 0.03; of 5, 0.06
+        (50, 0, 12.0),
+        (100, 1, 7.0),  # 8 of 9: 2 * (1 + 9) / 2^9 = 0.04
+        (5, 0, None),
+        (10, 4, None),
+    ],
+)
+def test_the_smallest_loss_is_the_first_that_mcnemar_calls(items, gained, points):
+    assert smallest_loss(items, gained) == (None if points is None else pytest.approx(points))
+    if points:
+        lost = round(gained + points * items / 100)
+        assert mcnemar(gained, lost) <= 0.05 < mcnemar(gained, lost - 1)
 
 
 def test_mcnemar_of_thousands_does_not_underflow():

@@ -119,7 +119,7 @@ def test_markdown_holds_verdict_and_tables(run: SimpleNamespace) -> None:
     text = short(figures(run)).replace("\u00a0", " ")
     assert "| weights | 269 MB | 180 MB |" in text
     assert "| time to first token, P99 | 138 ms | 106 ms |" in text
-    row = "| knowledge | accuracy | 40 | 62.5 | 52.5 | −10.0 | −17.5 to −2.5 | 0 | 4 |"
+    row = "| knowledge | accuracy | 40 | 62.5 | 52.5 | −10.0 | −17.5 to −2.5 | 0 | 4 | 15 |"
     assert row in text
     assert "| plan | 3.70 s | 1.00 GB | 30.0 MB | from an earlier run |" in text
     assert "Of quantize: search 12.5 s, writing 250 ms." in text

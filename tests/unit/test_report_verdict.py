@@ -100,6 +100,14 @@ def test_a_broken_gate_is_said_first(run: SimpleNamespace) -> None:
     assert "KL 0.0124 nats a token, at most 0.012 allowed." in page(found)
 
 
+def test_a_fault_that_was_found_is_named_first(run: SimpleNamespace) -> None:
+    fault = {"name": "RoPE", "text": "The checkpoint's RoPE is wrong: factor is 2, should be 1."}
+    run.manifests["score"]["metrics"]["faults"] = [fault]
+    found = figures(run)
+    first = {"about": "Fault found: RoPE", "text": fault["text"], "tone": "bad"}
+    assert found["verdict"]["findings"][0] == first
+
+
 def test_without_limits_or_scores_nothing_is_said_of_a_gate(tmp_path: Path) -> None:
     run = fixture(tmp_path)
     run.config.score.gate = Gate()

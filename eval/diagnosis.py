@@ -1,0 +1,147 @@
+"""Known faults of compressed checkpoints, each looked for by itself and named.
+
+Scores say that something is wrong; these say what. Of the files: the tokenizer, its chat template
+and beginning-of-sequence token, RoPE. Of the weights: a block or an output head that is further
+from the original than the others (see eval/layers.py).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from compress.eval.fidelity import adds_bos
+from compress.eval.layers import Blocks
+
+PROBES = (
+    "The quick brown fox, it's 3.5% of 1,000!",
+    "  def f(x):\n\treturn x**2  # ok",
+    "早上好，世界。",
+    "Grüße aus Zürich — 🙂",
+)
+FAR, OUTSTANDING, GAIN = 0.3, 3.0, 0.3
+"""A block is named where its error is above FAR and above OUTSTANDING times the median block's, and
+its scales where its gain is off 1 by more than GAIN."""
+HEAD_KL = 0.005
+"""Nats a token: INT8 heads are below, 4 bit ones above; one in 16 bit has about 0.0001."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What of a folder decides how text becomes tokens, and tokens positions.
+
+    vocabulary: ids by token; empty where the tokenizer cannot be loaded. probes: the ids of PROBES,
+    without special tokens. rope: the `rope_parameters` of the configuration, without Nones.
+    """
+
+    vocabulary: Mapping[str, int]
+    probes: tuple[tuple[int, ...], ...]
+    adds_bos: bool
+    chat_template: str | None
+    rope: Mapping[str, Any]
+
+
+def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint:
+    """The fingerprint of a model's folder."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    rope = getattr(config, "rope_parameters", None) or {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError):
+        return Fingerprint({}, (), False, None, _given(rope))
+    return Fingerprint(
+        tokenizer.get_vocab(),
+        tuple(tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in PROBES),
+        adds_bos(tokenizer),
+        tokenizer.chat_template,
+        _given(rope),
+    )
+
+
+def _given(rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in rope.items() if value is not None}
+
+
+def faults(original: Fingerprint, found: Fingerprint, blocks: Blocks) -> list[dict[str, str]]:
+    """What is wrong with a checkpoint: `name` and `text`, a sentence each.
+
+    original: with the RoPE that the checkpoint should have, where it was extended.
+    """
+    checks = (
+        ("tokenizer", _tokenizer(original, found)),
+        ("BOS", _bos(original, found)),
+        ("chat template", _template(original, found)),
+        ("RoPE", _rope(original, found)),
+        ("LM head", _head(blocks)),
+        ("block", _blocks(blocks)),
+    )
+    return [{"name": name, "text": text} for name, texts in checks for text in texts]
+
+
+def _tokenizer(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
+    if not found.vocabulary:
+        yield "The checkpoint's tokenizer is missing or cannot be loaded."
+        return
+    moved = sum(found.vocabulary.get(token) != i for token, i in original.vocabulary.items())
+    if moved:
+        yield (
+            f"The checkpoint's tokenizer is that of another model: {moved} of "
+            f"{len(original.vocabulary)} tokens are missing there or have other ids."
+        )
+    elif original.probes != found.probes:
+        yield "The checkpoint's tokenizer has the same tokens but cuts text otherwise."
+
+
+def _bos(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
+    if not found.vocabulary or original.adds_bos == found.adds_bos:
+        return
+    if original.adds_bos:
+        yield "BOS is missing: the original's tokenizer opens a text with it, the checkpoint's not."
+    else:
+        yield "BOS is added: the checkpoint's tokenizer opens a text with it, the original's not."
+
+
+def _template(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
+    if original.chat_template and not found.chat_template:
+        yield "The chat template is lost: the original has one, the checkpoint has none."
+    elif original.chat_template != found.chat_template:
+        yield "The checkpoint's chat template is not the original's."
+
+
+def _rope(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
+    changed = [
+        f"{name} is {found.rope.get(name, 'absent')}, should be {original.rope.get(name, 'absent')}"
+        # Others than these are filled in by transformers where a file leaves them out.
+        for name in sorted({*original.rope, "rope_type", "rope_theta", "factor"})
+        if original.rope.get(name) != found.rope.get(name)
+    ]
+    if changed:
+        yield f"The checkpoint's RoPE is wrong: {', '.join(changed)}."
+
+
+def _head(blocks: Blocks) -> Iterator[str]:
+    if not blocks.head_kl <= HEAD_KL:
+        scheme = blocks.head_scheme
+        how = f"it is stored in {scheme}" if scheme else "its weights are not the original's"
+        yield (
+            f"The output head alone costs a KL of {blocks.head_kl:.3f} nats a token: {how}; "
+            "it should be in 16 bit."
+        )
+
+
+def _blocks(blocks: Blocks) -> Iterator[str]:
+    usual = median(blocks.error)
+    for i, (error, gain) in enumerate(zip(blocks.error, blocks.gain, strict=True)):
+        if not error <= max(FAR, OUTSTANDING * usual):
+            why = (
+                f"it adds {gain:.2f} times what it should, so scales are wrong"
+                if abs(gain - 1) > GAIN
+                else "its weights are wrong"
+            )
+            yield (
+                f"Block {i} is off by {100 * error:.0f}% of what it adds, the median block by "
+                f"{100 * usual:.1f}%: {why}."
+            )

@@ -1,0 +1,149 @@
+"""Faults planted in a checkpoint are found by the judging, and named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from compress.algorithms.rtn import rtn
+from compress.data import Data
+from compress.eval.diagnosis import Fingerprint, faults
+from compress.eval.layers import Blocks
+from compress.qtensor import QuantSpec, dequantize
+from compress.source import Model
+from compress.stage import Run
+from compress.stages.score import Score
+from compress.stages.serve import Serve
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a head of its own, that can be changed apart from the embedding."""
+    folder = tmp_path_factory.mktemp("models") / "dense"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def judged(dense: Path, checkpoint: Path, work: Path) -> dict[str, Any]:
+    config = SimpleNamespace(device="cpu", seed=0, data=Data(), model=Model(), serve=Serve())
+    artifacts = {"dense": dense, "checkpoint": checkpoint}
+    score = Score(text=__file__, tasks=["cloze"], limit=1, windows=1, window_tokens=128)
+    return score.run(Run(config, artifacts, work, {}), work)
+
+
+def changed(change: Callable[[PreTrainedModel], None]) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            change(model)
+        model.save_pretrained(folder)
+
+    return plant
+
+
+def head_in_4_bit(model: PreTrainedModel) -> None:
+    rounded = rtn(model.lm_head.weight.float(), QuantSpec(bits=4), torch.float32)
+    model.lm_head.weight.copy_(dequantize(rounded.ints, rounded.scales))
+
+
+def doubled_scales(model: PreTrainedModel) -> None:
+    block = model.model.layers[2]
+    for linear in (block.self_attn.o_proj, *block.mlp.children()):
+        if isinstance(linear, torch.nn.Linear):
+            linear.weight *= 2
+
+
+def no_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+
+
+def no_bos(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "post_processor": None}))
+
+
+def wrong_rope(folder: Path) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["rope_parameters"] |= {"rope_type": "linear", "factor": 4.0}
+    file.write_text(json.dumps(config))
+
+
+def another_tokenizer(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    ids = content["model"]["vocab"]
+    others = [*range(5), *reversed(range(5, len(ids)))]  # special tokens stay
+    content["model"]["vocab"] = dict(zip(ids, others, strict=True))
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "said"),
+    [
+        (lambda folder: None, None, ""),
+        (changed(head_in_4_bit), "LM head", "The output head alone costs a KL of 0."),
+        (changed(doubled_scales), "block", "Block 2 is off by"),
+        (no_template, "chat template", "is lost"),
+        (no_bos, "BOS", "BOS is missing"),
+        (wrong_rope, "RoPE", "factor is 4.0, should be absent"),
+        (another_tokenizer, "tokenizer", "is that of another model"),
+    ],
+    ids=["none", "head", "scales", "template", "bos", "rope", "tokenizer"],
+)
+def test_a_planted_fault_is_named(
+    dense: Path, tmp_path: Path, plant: Callable[[Path], None], name: str | None, said: str
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(dense, checkpoint)
+    plant(checkpoint)
+    found = judged(dense, checkpoint, tmp_path)["faults"]
+    assert [fault["name"] for fault in found] == ([name] if name else [])
+    assert said in "".join(fault["text"] for fault in found)
+
+
+def test_blocks_are_judged_one_by_one(dense: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(dense, checkpoint)
+    changed(doubled_scales)(checkpoint)
+    blocks = judged(dense, checkpoint, tmp_path)["blocks"]
+    assert len(blocks["error"]) == len(blocks["gain"]) == 4
+    assert blocks["error"][2] > 0.5
+    assert max(e for i, e in enumerate(blocks["error"]) if i != 2) < 0.02
+    assert max(blocks["error_floor"]) < 0.02
+    assert blocks["head_kl"] < 1e-3
+
+
+RIGHT = Fingerprint({"a": 0, "b": 1}, ((0, 1),), True, "{{ x }}", {"rope_theta": 1e4})
+
+
+def test_what_is_as_it_should_be_has_no_fault() -> None:
+    even = Blocks([0.2, 0.25, 0.3], [1.0, 0.9, 0.9], 0.001)
+    assert faults(RIGHT, RIGHT, even) == []
+
+
+def test_a_tokenizer_that_is_gone_is_one_fault_not_three() -> None:
+    gone = Fingerprint({}, (), False, "{{ x }}", {"rope_theta": 1e4})
+    found = faults(RIGHT, gone, Blocks([0.1], [1.0], 0.0))
+    assert [fault["name"] for fault in found] == ["tokenizer"]
+
+
+def test_a_head_that_is_quantized_is_named_with_its_scheme() -> None:
+    (fault,) = faults(RIGHT, RIGHT, Blocks([0.1], [1.0], 0.06, "W4A16 g64"))
+    assert "KL of 0.060 nats a token: it is stored in W4A16 g64" in fault["text"]
+
+
+def test_errors_that_are_not_finite_are_faults() -> None:
+    found = faults(RIGHT, RIGHT, Blocks([0.1, float("nan"), 0.1], [1.0, float("nan"), 1.0], 0.0))
+    assert [fault["name"] for fault in found] == ["block"]
