@@ -161,7 +161,7 @@ def main(words: list[str]) -> None:
         ready = served(settings)
 
         def stopped(signal_number: int, frame: FrameType | None) -> None:
-            """Once the server has stopped, uvicorn sends the signal again: nothing is left to do."""
+            """Uvicorn sends the signal again once it has stopped; nothing is left to do."""
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stopped)

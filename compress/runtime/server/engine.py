@@ -86,6 +86,7 @@ class Engine:
             use_cuda_graph=False,
             allow_block_sharing=False,
         )
+        self._attended_by = model.config._attn_implementation
         greedy = GenerationConfig(do_sample=False, use_cache=False, eos_token_id=end_tokens or -1)
         try:
             self._manager: ContinuousBatchingManager = model.init_continuous_batching(
@@ -110,7 +111,7 @@ class Engine:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Take no more requests; those there are have `grace_s` seconds, then end in EngineError.
 
-        The manager's own stop puts back what the model attends by, so it has to come last.
+        The model attends as before then, so nothing may run any more.
         """
         status = self._manager.background_thread_status
         status.request_stop(status.FLUSH_AND_STOP, 0)
@@ -118,6 +119,12 @@ class Engine:
         while self._manager.is_running() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
         await asyncio.to_thread(self._manager.stop, hard_stop=True)
+        self._manager.model.set_attn_implementation(self._attended_by)
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of the model so far."""
+        return int(getattr(self._manager, "current_batch", 0))
 
     @property
     def alive(self) -> bool:

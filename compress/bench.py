@@ -1,0 +1,211 @@
+"""Put a load on a checkpoint and see how long requests wait: docs/serving.md.
+
+python -m compress.bench checkpoint=DIR workload=chat [field=value ...]
+"""
+
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from transformers import AutoTokenizer
+
+from compress import options
+from compress.artifact import write_json, write_text
+from compress.errors import ConfigError, UserError
+from compress.machine import hardware, packages
+from compress.report import pages, words
+from compress.runtime.load import charts, figures
+from compress.runtime.load.drive import Drive, continuous, static
+from compress.runtime.load.workload import Request, arrivals, requests
+from compress.runtime.loader import load
+from compress.runtime.server.engine import Limits
+
+TEMPLATES = Path(__file__).parent / "runtime" / "load"
+ROOM = 0.7
+"""Of the throughput that continuous batching reaches: the rate of arrivals unless one is given."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """checkpoint: the folder. workload: chat, summarize or write (made-up mixes of lengths), or a
+    JSONL file of real requests: on each line prompt (text) or prompt_tokens, and answer (text) or
+    new_tokens; or messages that end with the answer.
+
+    requests: how many. rate: of arrivals, a second; null: 0.7 of what continuous batching manages.
+    rounds: of static and continuous batching, by turns. out: a folder for load.html and load.json.
+    device: cpu, cuda, or auto. backend: of the kernels. running, kv_tokens, batch_tokens: as for
+    compress.serve. seed: of lengths, prompts and arrivals.
+    """
+
+    checkpoint: str = "???"
+    workload: str = "chat"
+    requests: int = 64
+    rate: float | None = None
+    rounds: int = 1
+    out: str = "runs/load"
+    device: str = "auto"
+    backend: str | None = None
+    running: int = Limits.running
+    kv_tokens: int = Limits.kv_tokens
+    batch_tokens: int = Limits.batch_tokens
+    seed: int = 0
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {getattr(self, name)}; wanted at least {least}"
+            for name, least in (("requests", 2), ("rounds", 1))
+            if getattr(self, name) < least
+        ]
+        if self.rate is not None and self.rate <= 0:
+            problems.append(f"rate is {self.rate}; wanted above 0, or null")
+        if self.device not in ("auto", "cpu", "cuda"):
+            problems.append(f"device is {self.device!r}; wanted auto, cpu or cuda")
+        if problems:
+            raise ConfigError(problems)
+        if self.device == "auto":
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def limits(self) -> Limits:
+        """Those of the engine; all requests may wait."""
+        return Limits(
+            running=self.running,
+            waiting=self.requests,
+            kv_tokens=self.kv_tokens,
+            batch_tokens=self.batch_tokens,
+        )
+
+
+def measured(settings: Options) -> dict[str, Any]:
+    """Load the checkpoint, put the load on it in each way, and return the figures."""
+    folder, limits = Path(settings.checkpoint), settings.limits()
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder}: no config.json there; wanted a checkpoint's folder")
+    trust = settings.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    model = load(folder, device=settings.device, backend=settings.backend, trust_remote_code=trust)
+    context = min(model.config.get_text_config().max_position_embeddings, limits.kv_tokens)
+    asked = requests(settings.workload, settings.requests, tokenizer, context, settings.seed)
+    tokens = sum(request.new_tokens for request in asked)
+
+    statics, drives = [], []
+    for turn in range(settings.rounds):
+        _say(f"static and continuous batching, {turn + 1} of {settings.rounds}")
+        statics.append(static(model, asked, limits.running))
+        drives.append(continuous(model, asked, limits))
+    static_s = statistics.median(statics)
+    continuous_s = statistics.median(drive.seconds for drive in drives)
+    rate = settings.rate or ROOM * len(asked) / continuous_s
+    _say(f"as requests arrive, {words.significant(rate)} a second")
+    opened = continuous(model, asked, limits, arrivals(len(asked), rate, settings.seed))
+    _say("prefill alone")
+    first_tokens = [Request(request.prompt, 1) for request in asked]
+    prefill = continuous(model, first_tokens, limits)
+    halves = figures.apart(model, asked, prefill, drives[-1], figures.measure_peaks(model.device))
+    return {
+        "checkpoint": folder.resolve().name,
+        "workload": settings.workload,
+        "verdict": dict(zip(("headline", "reason"), figures.verdict(halves), strict=True)),
+        "lengths": figures.lengths(asked),
+        "batching": {
+            "static": {"seconds": static_s, "tokens_per_s": tokens / static_s},
+            "continuous": {
+                "seconds": continuous_s,
+                "tokens_per_s": tokens / continuous_s,
+                "kv_tokens_most": drives[-1].kv_tokens_most,
+            },
+            "ratio": static_s / continuous_s,
+            "rounds": [
+                {"static_s": s, "continuous_s": d.seconds}
+                for s, d in zip(statics, drives, strict=True)
+            ],
+        },
+        "open_loop": {"rate": rate} | _open_loop(opened, tokens),
+        "halves": halves,
+        "limits": asdict(limits),
+        "seed": settings.seed,
+        "rounds": settings.rounds,
+        "hardware": hardware(),
+        "packages": packages(),
+        "moment": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _open_loop(drive: Drive, tokens: int) -> dict[str, Any]:
+    return {
+        "seconds": drive.seconds,
+        "tokens_per_s": tokens / drive.seconds,
+        "kv_tokens_most": drive.kv_tokens_most,
+        **figures.latencies(drive.courses),
+        "requests": [
+            {"arrival_s": course.arrival, "ttft_s": course.ttft, "whole_s": course.whole}
+            for course in drive.courses
+        ],
+        "moments": [asdict(moment) for moment in drive.moments],
+    }
+
+
+def page(found: dict[str, Any]) -> str:
+    """The figures as one HTML file that needs nothing else."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(charts=charts, several=words.several)
+    environment.filters.update(
+        significant=words.significant,
+        count=words.count,
+        percent=words.percent,
+        seconds=words.seconds,
+        ms=words.milliseconds,
+        rate=words.rate,
+    )
+    style = Markup((pages.TEMPLATES / "page.css").read_text(encoding="utf-8"))
+    return environment.get_template("page.html.jinja").render(f=found, style=style)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"compress: {line}\n")
+
+
+def main(arguments: list[str]) -> None:
+    """Read the options, measure, write the page and the figures."""
+    settings = options.parsed(Options, arguments)
+    found = measured(settings) | {"command": " ".join(["python -m compress.bench", *arguments])}
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "load.json", found)
+    write_text(out / "load.html", page(found))
+    print(f"{summary(found)}\n{out / 'load.html'}")
+
+
+def summary(found: dict[str, Any]) -> str:
+    """What came out, in a few lines."""
+    opened, batching = found["open_loop"], found["batching"]
+    lines = [
+        f"{found['verdict']['headline']}. {found['verdict']['reason']}",
+        f"continuous batching {words.rate(batching['continuous']['tokens_per_s'])}, "
+        f"{words.significant(batching['ratio'])} times static",
+        "as requests arrive, P50, P95 and P99:",
+    ]
+    for name, key in (
+        ("first token", "ttft_ms"),
+        ("each further token", "tpot_ms"),
+        ("whole answer", "whole_ms"),
+    ):
+        three = ", ".join(words.milliseconds(opened[key][p]) for p in ("p50", "p95", "p99"))
+        lines.append(f"  {name}: {three}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    options.run(main, f"{__doc__}\n{Options.__doc__}\n")

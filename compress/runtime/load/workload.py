@@ -1,0 +1,148 @@
+"""The requests of a load: prompts, answers' lengths and moments of arrival, all by one seed."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from compress.errors import UserError
+from compress.runtime.generate import encode
+
+SHORTEST = 2
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens by a lognormal distribution, as lengths of real requests roughly are."""
+
+    median: int
+    sigma: float
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Lengths of prompts, and of answers."""
+
+    prompt: Lengths
+    answer: Lengths
+
+
+MIXES = {
+    "chat": Mix(Lengths(100, 0.9), Lengths(60, 1.0)),
+    "summarize": Mix(Lengths(600, 0.5), Lengths(50, 0.5)),
+    "write": Mix(Lengths(40, 0.6), Lengths(250, 0.7)),
+}
+"""Made-up mixes, for a first look: short questions, long texts to shorten, long texts to write."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids of a prompt, and the exact number of tokens to answer with."""
+
+    prompt: list[int]
+    new_tokens: int
+
+
+def requests(
+    workload: str, number: int, tokenizer: PreTrainedTokenizerBase, context: int, seed: int
+) -> list[Request]:
+    """`number` requests of a named mix or of a JSONL file, each cut to fit into `context` tokens.
+
+    Raises UserError for a name that is none of MIXES and no file, and for a line of the file that
+    does not say both lengths.
+    """
+    draw = np.random.default_rng(seed)
+    vocabulary = len(tokenizer)
+    if workload in MIXES:
+        mix = MIXES[workload]
+        lengths = [(_drawn(mix.prompt, draw), _drawn(mix.answer, draw)) for _ in range(number)]
+        made = [Request(_words(n, vocabulary, draw), new) for n, new in lengths]
+    else:
+        path = Path(workload)
+        if not path.is_file():
+            raise UserError(
+                f"workload={workload}: no such file; wanted a JSONL file, or {', '.join(MIXES)}"
+            )
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not lines:
+            raise UserError(f"{path}: no requests in it")
+        chosen = draw.permutation(np.resize(np.arange(len(lines)), number))
+        made = [_read(path, i, lines[i], tokenizer, draw) for i in chosen.tolist()]
+    return [_fitted(request, context) for request in made]
+
+
+def arrivals(number: int, rate: float, seed: int) -> list[float]:
+    """Seconds at which requests come in a Poisson process of `rate` a second, the first at 0."""
+    gaps = np.random.default_rng(seed + 1).exponential(1 / rate, number - 1)
+    return [0.0, *np.cumsum(gaps).tolist()]
+
+
+def _drawn(lengths: Lengths, draw: np.random.Generator) -> int:
+    return max(SHORTEST, round(draw.lognormal(np.log(lengths.median), lengths.sigma)))
+
+
+def _words(tokens: int, vocabulary: int, draw: np.random.Generator) -> list[int]:
+    """Random tokens: the time does not depend on which."""
+    return [int(token) for token in draw.integers(vocabulary, size=tokens)]
+
+
+def _fitted(request: Request, context: int) -> Request:
+    """Cut to the context: an answer leaves at least half of it to the prompt."""
+    new = min(request.new_tokens, context // 2)
+    return Request(request.prompt[: context - new], new)
+
+
+def _read(
+    path: Path, line: int, text: str, tokenizer: PreTrainedTokenizerBase, draw: np.random.Generator
+) -> Request:
+    where = f"{path}, line {line + 1}"
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: no JSON: {error}") from error
+    row = row if isinstance(row, dict) else {}
+    prompt, answer = _prompt(row, tokenizer, draw), _answer(row, tokenizer)
+    if not prompt or not answer:
+        raise UserError(
+            f"{where}: wanted prompt (text) or prompt_tokens (a number), and answer (text) or "
+            "new_tokens (a number); or messages that end with the answer"
+        )
+    return Request(prompt, answer)
+
+
+def _prompt(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, draw: np.random.Generator
+) -> list[int]:
+    if isinstance(tokens := row.get("prompt_tokens"), int):
+        return _words(max(0, tokens), len(tokenizer), draw)
+    text = row.get("prompt")
+    if turns := _turns(row):
+        asked = turns[:-1]
+        if tokenizer.chat_template:
+            text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        else:
+            text = "\n".join(turn["content"] for turn in asked)
+    return encode(tokenizer, [text], 0)[0][0].tolist() if isinstance(text, str) and text else []
+
+
+def _answer(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
+    if isinstance(tokens := row.get("new_tokens"), int):
+        return tokens if tokens >= SHORTEST else 0
+    turns = _turns(row)
+    text = turns[-1]["content"] if turns else row.get("answer")
+    if not isinstance(text, str):
+        return 0
+    return max(SHORTEST, len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids))
+
+
+def _turns(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The turns of a conversation that ends with the assistant's; none where it is not one."""
+    turns = row.get("messages")
+    if not isinstance(turns, list) or len(turns) < 2:
+        return []
+    sound = all(isinstance(t, dict) and isinstance(t.get("content"), str) for t in turns)
+    return turns if sound and turns[-1].get("role") == "assistant" else []

@@ -1,0 +1,172 @@
+"""The parts of the server by themselves: attention, sampling, text."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, GenerationConfig, MistralConfig, MistralForCausalLM
+
+from compress.errors import UserError
+from compress.runtime.server.attention import mask
+from compress.runtime.server.engine import Engine, Limits
+from compress.runtime.server.sampling import Sampling, draw_scores
+from compress.runtime.server.text import Decoder, Stop
+
+CPU = torch.device("cpu")
+
+
+def test_a_mask_is_made_only_where_it_hides_something() -> None:
+    assert mask(1, 9, None, CPU) is mask(9, 9, None, CPU) is mask(9, 9, 9, CPU) is None
+    seen = mask(2, 4, None, CPU)
+    assert seen is not None
+    assert seen.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    seen = mask(2, 5, 3, CPU)
+    assert seen is not None
+    assert seen.int().tolist() == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+    seen = mask(1, 5, 3, CPU)
+    assert seen is not None
+    assert seen.int().tolist() == [[0, 0, 1, 1, 1]]
+
+
+def small(dtype: torch.dtype = torch.bfloat16, **changes: object) -> MistralForCausalLM:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        **({"sliding_window": 8} | changes),  # type: ignore[arg-type]
+    )
+    model = MistralForCausalLM(config).eval().to(dtype)
+    for parameter in model.parameters():
+        parameter.data.mul_(4)  # far from uniform, that greedy tokens say something
+    return model
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(("batch_tokens", "dtype"), [(4096, torch.bfloat16), (8, torch.float32)])
+def test_tokens_are_those_of_generate(
+    window: int | None, batch_tokens: int, dtype: torch.dtype
+) -> None:
+    model = small(dtype, sliding_window=window)
+    prompts = [list(range(3, 3 + n)) for n in (1, 5, 23, 40)]
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=12, pad_token_id=0)
+    alone = [
+        model.generate(torch.tensor([p]), generation_config=greedy)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    limits = Limits(running=3, waiting=4, kv_tokens=512, batch_tokens=batch_tokens)
+
+    async def run() -> list[list[int]]:
+        engine = Engine(model, [], limits)
+        await engine.start()
+
+        async def one(prompt: list[int]) -> list[int]:
+            return [t async for new in engine.tokens(prompt, 12) for t in new]
+
+        try:
+            return await asyncio.gather(*map(one, prompts))
+        finally:
+            await engine.stop()
+
+    assert asyncio.run(run()) == alone
+    assert len({token for tokens in alone for token in tokens}) > 10
+
+
+def test_what_does_not_fit_into_the_cache_is_computed_again() -> None:
+    model = small(sliding_window=None)
+    prompts = [list(range(3, 3 + n)) for n in (20, 21, 22)]
+
+    async def run(kv_tokens: int) -> list[list[int]]:
+        engine = Engine(model, [], Limits(running=3, waiting=4, kv_tokens=kv_tokens))
+        await engine.start()
+
+        async def one(prompt: list[int]) -> list[int]:
+            return [t async for new in engine.tokens(prompt, 30) for t in new]
+
+        try:
+            made = await asyncio.gather(*map(one, prompts))
+            assert engine.kv_tokens_most <= kv_tokens
+            return made
+        finally:
+            await engine.stop()
+
+    narrow, wide = asyncio.run(run(128)), asyncio.run(run(1024))
+    assert [len(tokens) for tokens in narrow] == [30, 30, 30]
+    assert narrow == wide
+
+
+def test_a_model_that_cannot_be_served_is_told_in_one_line() -> None:
+    model = small(layer_types=["full_attention", "linear_attention"])
+    with pytest.raises(UserError, match="mistral: continuous batching cannot serve this model: In"):
+        Engine(model, [], Limits())
+
+
+def test_draws_follow_the_softmax() -> None:
+    scores = torch.tensor([2.0, 1.0, 0.0, -1.0, -20.0])
+
+    def shares(sampling: Sampling) -> torch.Tensor:
+        drawn = [int(draw_scores(scores, sampling, at).argmax()) for at in range(3000)]
+        return torch.bincount(torch.tensor(drawn), minlength=5) / 3000
+
+    assert torch.allclose(shares(Sampling()), scores.softmax(0), atol=0.03)
+    assert torch.allclose(shares(Sampling(2.0, seed=5)), (scores / 2).softmax(0), atol=0.03)
+    assert torch.allclose(shares(Sampling(top_k=2))[:2], scores[:2].softmax(0), atol=0.03)
+    # The likeliest three together are the first that reach 0.95.
+    assert torch.allclose(shares(Sampling(top_p=0.95))[:3], scores[:3].softmax(0), atol=0.03)
+    assert shares(Sampling(top_p=0.95))[3:].sum() == 0
+
+
+@given(text=st.text(alphabet="aé漢🙂 \n", max_size=30))
+def test_text_comes_whole_whatever_its_characters(text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER[0])
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    decoder = Decoder(tokenizer)
+    pieces = [decoder.feed([token]) for token in ids]
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "".join(pieces) + decoder.rest() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+FOLDER: list[Path] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _folder(folder: Path) -> None:
+    FOLDER.append(folder)
+
+
+def test_a_character_that_stays_unfinished_is_shown_at_the_end(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("a🙂", add_special_tokens=False).input_ids[:-1]
+    decoder = Decoder(tokenizer)
+    before = "".join(decoder.feed([token]) for token in ids)
+    assert before + decoder.rest() == tokenizer.decode(ids)
+    assert decoder.rest() == ""
+
+
+@given(
+    pieces=st.lists(st.text(alphabet="ab", max_size=4)),
+    strings=st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=2),
+)
+def test_nothing_past_a_stop_string_is_shown(pieces: list[str], strings: list[str]) -> None:
+    whole = "".join(pieces)
+    stop = Stop(strings)
+    shown = ""
+    for piece in pieces:
+        shown += stop.feed(piece)
+        if stop.hit:
+            break
+    shown += stop.rest()
+    ends = [at for s in strings if (at := whole.find(s)) >= 0]
+    assert stop.hit == bool(ends)
+    if not ends:
+        assert shown == whole
+    else:
+        assert whole.startswith(shown)
+        assert not any(string in shown for string in strings)
