@@ -1,0 +1,1 @@
+"""What planning reckons with: memory, time and lengths of requests, as pure functions."""

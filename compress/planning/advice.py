@@ -1,0 +1,160 @@
+"""What to do, in order: first what costs no quality (batching, cache, decoding, context), then
+quantization, then distillation. Every line carries its figure, from the figures of `study`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from compress.report import words
+
+Figures = Mapping[str, Any]
+GAIN = 1.05
+"""Ratio below which a change is said not to matter."""
+
+
+def advice(plan: Figures) -> list[dict[str, str]]:
+    """Lines of advice in order, each `about` what and its `text`."""
+    steps = (_batching, _cache, _decoding, _split, _context, _quantization, _distillation)
+    return [{"about": about, "text": text} for step in steps for about, text in step(plan)]
+
+
+def _batching(plan: Figures) -> Iterator[tuple[str, str]]:
+    found = plan["batching"]
+    before, after = found["static"], found["continuous"]
+    ratio = after["tokens_per_s"] / before["tokens_per_s"]
+    rates = f"{words.rate(before['tokens_per_s'])} to {words.rate(after['tokens_per_s'])}"
+    waits = (
+        f"TTFT at p95 {words.seconds(before['ttft_s']['p95'])} to "
+        f"{words.seconds(after['ttft_s']['p95'])}"
+    )
+    if ratio > GAIN or after["ttft_s"]["p95"] * GAIN < before["ttft_s"]["p95"]:
+        text = f"Batch continuously, not statically: {rates}, {waits}."
+    else:
+        text = f"Static batching does as well on these lengths: {rates}, {waits}."
+    yield "batching", text
+
+
+def _cache(plan: Figures) -> Iterator[tuple[str, str]]:
+    by_rule = {row["rule"]: row for row in plan["reservations"]}
+    most, p80, paged = by_rule["max"], by_rule["p80"], by_rule["paged"]
+    saved = 1 - p80["bytes"] / most["bytes"]
+    yield (
+        "cache",
+        f"Allocate the KV cache in pages: {words.count(paged['requests'])} requests fit at once; "
+        f"with room for the longest in each, {words.count(most['requests'])}. Without pages, "
+        f"allocate for {words.count(p80['p80'])} tokens (p80) and more for the fifth that is "
+        f"longer: {words.percent(saved)} saved, {words.count(p80['requests'])} requests.",
+    )
+    first = next(row for row in plan["schemes"] if row["scheme"] == plan["base"])
+    batches = first["largest_batch"]
+    if "kv8" in batches:
+        yield (
+            "cache",
+            f"K and V in 8 bit: {words.count(batches['kv8'])} of the longest requests fit instead "
+            f"of {words.count(batches['16'])} (V alone: {words.count(batches['v8'])}).",
+        )
+
+
+def _decoding(plan: Figures) -> Iterator[tuple[str, str]]:
+    found = plan["decoding"]
+    beams = str(found["beams"])
+    rate = found["beam_tokens_per_s"]
+    yield (
+        "decoding",
+        f"Stop at the end token: answers that run to {words.count(plan['requests']['new']['max'])} "
+        f"tokens take {words.significant(found['without_stop'])} times as many.",
+    )
+    yield (
+        "decoding",
+        f"max_new_tokens={found['cap']} (p95) cuts {words.percent(found['cut_share'])} of the "
+        f"answers, saves {words.percent(found['cap_saves_tokens'])} of the tokens, and a request "
+        f"then reserves {words.percent(found['cap_reserves'], 0)} of what the longest answer asks.",
+    )
+    yield (
+        "decoding",
+        f"{beams} beams leave {words.rate(rate[beams])} of {words.rate(rate['1'])}, with "
+        f"{words.count(found['beam_requests'][beams])} requests at once instead of "
+        f"{words.count(found['beam_requests']['1'])}.",
+    )
+
+
+def _split(plan: Figures) -> Iterator[tuple[str, str]]:
+    alike, split = plan["batching"]["two alike"], plan["batching"]["split"]
+    slower = split["seconds"] / alike["seconds"]
+    steadier = alike["tpot_s"]["p95"] / split["tpot_s"]["p95"] if split["tpot_s"]["p95"] else 1.0
+    pays = slower < GAIN and (steadier > GAIN or slower * GAIN < 1)
+    verdict = "pays" if pays else "does not pay"
+    yield (
+        "splitting prefill from decode",
+        f"With two machines it {verdict}: {words.seconds(alike['seconds'])} for all with two "
+        f"alike, {words.seconds(split['seconds'])} split; TPOT at p95 "
+        f"{words.seconds(alike['tpot_s']['p95'])} and {words.seconds(split['tpot_s']['p95'])}.",
+    )
+
+
+def _context(plan: Figures) -> Iterator[tuple[str, str]]:
+    found = plan["long_context"]
+    window, longest = words.count(found["window"]), words.count(found["longest"])
+    if not found["over"]:
+        yield (
+            "context",
+            f"No longer context is needed: the longest request has {longest} tokens, "
+            f"the window {window}.",
+        )
+        return
+    ways = found["ways"]
+    cheapest = min(ways, key=lambda way: ways[way]["seconds"])
+    named = {
+        "extend": "a longer window",
+        "truncate": f"truncation (drops {words.percent(found['dropped'])} of their prompts)",
+        "summaries": "a two-stage summary",
+    }
+    each = "; ".join(
+        f"{named[way]} {words.size(row['bytes'])} and {words.seconds(row['seconds'])}"
+        for way, row in ways.items()
+    )
+    yield (
+        "context",
+        f"{words.percent(found['share'])} of the requests are over the window of {window} tokens. "
+        f"KV cache and time of each of them: {each}. Cheapest in time: {named[cheapest]}.",
+    )
+
+
+def _quantization(plan: Figures) -> Iterator[tuple[str, str]]:
+    """The mildest scheme that comes near the best, since what is rounded less loses less."""
+    plain, rows = plan["schemes"][0], [row for row in plan["schemes"] if row["fits"]]
+    most = max(row["continuous"]["tokens_per_s"] for row in rows)
+    taken = next(row for row in rows if row["continuous"]["tokens_per_s"] * GAIN >= most)
+    smallest = min(rows, key=lambda row: row["tpot_s"]["1"])
+    figures = {row["scheme"]: _figures(row) for row in (plain, taken, smallest)}
+    if not plain["fits"]:
+        why = (
+            f"Needed: in 16 bit the weights of {words.size(plain['weights'])} leave no room for "
+            "the longest request. The mildest scheme near the best"
+        )
+        del figures[plain["scheme"]]
+    elif taken["scheme"] == plain["scheme"]:
+        why = "Not needed for throughput; for the time of a token it may be"
+    else:
+        why = f"{taken['scheme']} is the mildest scheme near the best"
+    yield "quantization", f"{why}: {'; '.join(figures.values())}."
+
+
+def _figures(row: Figures) -> str:
+    rate = words.rate(row["continuous"]["tokens_per_s"]) if row["continuous"] else "none"
+    return (
+        f"{row['scheme']} {words.size(row['weights'])}, {rate}, "
+        f"{words.seconds(row['tpot_s']['1'])} a token for one alone"
+    )
+
+
+def _distillation(plan: Figures) -> Iterator[tuple[str, str]]:
+    student = plan["student"]
+    small = student["rows"][-1]
+    yield (
+        "distillation",
+        f"Last, since it takes training and costs quality: a student with {student['blocks']} of "
+        f"{plan['blocks']} blocks has {words.many(student['parameters'])} parameters; with "
+        f"{small['scheme']} it takes {words.size(small['weights'])} and "
+        f"{words.seconds(small['tpot_s'])} a token.",
+    )

@@ -1,0 +1,140 @@
+"""What the lengths of real requests say of reservations, decoding settings and long contexts."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from compress.planning.memory import kv_bytes
+from compress.planning.requests import Request, percentiles
+from compress.planning.simulate import MOST_AT_ONCE
+from compress.planning.timing import Clock
+
+PAGE = 16
+"""Tokens of a block of a paged KV cache: vLLM's default."""
+SUMMARY = 256
+"""Tokens of a summary of one part of a long text."""
+
+
+def summary(requests: Sequence[Request]) -> dict[str, Any]:
+    """How many, and the percentiles of prompts, answers and both together."""
+    return {
+        "count": len(requests),
+        "prompt": percentiles([r.prompt for r in requests]),
+        "new": percentiles([r.new for r in requests]),
+        "total": percentiles([r.total for r in requests]),
+        "seconds": requests[-1].at - requests[0].at,
+    }
+
+
+def reservations(requests: Sequence[Request], clock: Clock, room: float) -> list[dict[str, Any]]:
+    """How many requests fit at once where each KV cache is allocated by a rule.
+
+    window: the model's whole window. max: the longest request. p80: the 80th percentile, and the
+    longest for those above it. paged: what a request has, in blocks of PAGE tokens.
+    """
+    totals = [r.total for r in requests]
+    longest, p80 = max(totals), int(percentiles(totals)["p80"])
+    rules = {
+        "window": [max(clock.shape.positions, longest)],
+        "max": [longest],
+        "p80": [p80 if total <= p80 else longest for total in totals],
+        "paged": [PAGE * math.ceil(total / PAGE) for total in totals],
+    }
+    found = []
+    for rule, lengths in rules.items():
+        sizes = [kv_bytes(clock.shape, clock.kv_cache, tokens) for tokens in lengths]
+        mean = sum(sizes) / len(sizes)
+        found.append({"rule": rule, "bytes": mean, "requests": int(room / mean), "p80": p80})
+    return found
+
+
+def decoding(requests: Sequence[Request], clock: Clock, room: float, beams: int) -> dict[str, Any]:
+    """What beam search, a cap on new tokens and stopping early cost or save.
+
+    Beams share the prompt's cache, as in engines; every step decodes all of them. Without stopping
+    at the end token every answer runs to the longest of all.
+    """
+    new, prompt = [r.new for r in requests], sum(r.prompt for r in requests) / len(requests)
+    mean, longest, cap = sum(new) / len(new), max(new), int(percentiles(new)["p95"])
+
+    def size(answer: float, copies: int) -> float:
+        """Bytes of a mean request with so many copies of its answer."""
+        whole = kv_bytes(clock.shape, clock.kv_cache, prompt + answer)
+        return whole + (copies - 1) * (whole - kv_bytes(clock.shape, clock.kv_cache, prompt))
+
+    one, many = (max(1, min(MOST_AT_ONCE, int(room / size(mean, copies)))) for copies in (1, beams))
+    context = prompt + mean / 2
+    alone, in_beams = (
+        clock.decode(batch * copies, batch * copies * context)
+        for batch, copies in ((one, 1), (many, beams))
+    )
+    return {
+        "beams": beams,
+        "beam_requests": {"1": one, str(beams): many},
+        "beam_tokens_per_s": {"1": one / alone, str(beams): many / in_beams},
+        "cap": cap,
+        "cut_share": sum(n > cap for n in new) / len(new),
+        "cap_reserves": size(cap, 1) / size(longest, 1),
+        "cap_saves_tokens": 1 - sum(min(n, cap) for n in new) / sum(new),
+        "without_stop": longest / mean,
+    }
+
+
+def long_context(requests: Sequence[Request], clock: Clock, window: int) -> dict[str, Any]:
+    """Share of requests over the window, and for these the mean bytes of KV cache and the mean
+    seconds, alone on the device, of each way to serve them.
+
+    extend: a longer window. truncate: the start of the prompt is dropped (`dropped`: share of
+    these prompts' tokens). summaries: parts that fit are summarized into SUMMARY tokens each, one
+    after the other, then the answer is written from these.
+    """
+    over = [r for r in requests if r.total > window]
+    found: dict[str, Any] = {
+        "window": window,
+        "longest": max(r.total for r in requests),
+        "over": len(over),
+        "share": len(over) / len(requests),
+    }
+    if not over:
+        return found
+    dropped = sum(request.prompt - _kept(request, window) for request in over)
+    ways = {
+        "extend": [[request] for request in over],
+        "truncate": [[Request(_kept(request, window), request.new)] for request in over],
+        "summaries": [_summarized(request, window) for request in over],
+    }
+    return {
+        **found,
+        "dropped": dropped / sum(request.prompt for request in over),
+        "ways": {
+            way: {
+                "bytes": fmean(max(_cache(clock, turn) for turn in turns) for turns in of_all),
+                "seconds": fmean(sum(_alone(clock, turn) for turn in turns) for turns in of_all),
+            }
+            for way, of_all in ways.items()
+        },
+    }
+
+
+def _kept(request: Request, window: int) -> int:
+    """Tokens of the prompt that leave room for the answer."""
+    return min(request.prompt, max(1, window - request.new))
+
+
+def _summarized(request: Request, window: int) -> list[Request]:
+    """The requests that a long one becomes."""
+    part = max(1, window - SUMMARY)
+    starts = range(0, request.prompt, part)
+    parts = [Request(min(part, request.prompt - start), SUMMARY) for start in starts]
+    return [*parts, Request(min(_kept(request, window), SUMMARY * len(parts)), request.new)]
+
+
+def _cache(clock: Clock, request: Request) -> float:
+    return kv_bytes(clock.shape, clock.kv_cache, request.total)
+
+
+def _alone(clock: Clock, request: Request) -> float:
+    """Seconds of a request that has the device for itself."""
+    step = clock.decode(1, request.prompt + request.new / 2)
+    return clock.prefill([request.prompt]) + (request.new - 1) * step

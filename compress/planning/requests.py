@@ -1,0 +1,98 @@
+"""The lengths of real requests, from a JSONL file: a line each, in tokens.
+
+{"prompt": 812, "new": 95}
+{"prompt": 240, "new": 310, "at": 1.7}
+"""
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.errors import UserError
+
+UNIFORM = re.compile(r"(\d+)x(\d+)")
+UNIFORM_COUNT = 64
+PERCENTILES = (50, 80, 95, 99)
+
+
+@dataclass(frozen=True)
+class Request:
+    """prompt, new: tokens that come in and go out, at least 1. at: seconds from the start."""
+
+    prompt: int
+    new: int
+    at: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.new
+
+
+def read_requests(source: str, rate: float | None = None, seed: int = 0) -> list[Request]:
+    """The requests of a file, or of PROMPTxNEW such as 512x128 (64 of them), in order of arrival.
+
+    rate: requests a second that come in at random times (a Poisson process) where the file has no
+    `at`; None: all are there at the start. Raises UserError with the line for what is no request.
+    """
+    uniform = UNIFORM.fullmatch(source)
+    if uniform:
+        lengths = {"prompt": int(uniform[1]), "new": int(uniform[2])}
+        lines = [(source, lengths)] * UNIFORM_COUNT
+    else:
+        lines = _lines(source)
+    requests = [_request(where, fields) for where, fields in lines]
+    if rate is not None and all("at" not in fields for _, fields in lines):
+        draw, now = random.Random(seed), 0.0
+        timed = []
+        for request in requests:
+            timed.append(Request(request.prompt, request.new, now))
+            now += draw.expovariate(rate)
+        requests = timed
+    return sorted(requests, key=lambda request: request.at)
+
+
+def _lines(source: str) -> list[tuple[str, Any]]:
+    file = Path(source).expanduser()
+    if not file.is_file():
+        raise UserError(
+            f"requests={source}: no such file; wanted a JSONL of lines such as "
+            '{"prompt": 812, "new": 95}, or PROMPTxNEW such as 512x128'
+        )
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                found.append((f"{source}:{number}", json.loads(line)))
+            except ValueError as error:
+                raise UserError(f"{source}:{number}: not JSON ({error})") from error
+    if not found:
+        raise UserError(f"requests={source}: empty; wanted a request a line")
+    return found
+
+
+def _request(where: str, fields: Any) -> Request:
+    if not isinstance(fields, Mapping):
+        raise UserError(f'{where}: found {fields!r}; wanted {{"prompt": tokens, "new": tokens}}')
+    for name, least in (("prompt", 1), ("new", 1)):
+        value = fields.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(f'{where}: "{name}" is {value!r}; wanted tokens, at least {least}')
+    at = fields.get("at", 0)
+    if not isinstance(at, int | float) or isinstance(at, bool) or not at >= 0:
+        raise UserError(f'{where}: "at" is {at!r}; wanted seconds from the start')
+    return Request(fields["prompt"], fields["new"], float(at))
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """By name: p50, p80, p95, p99, max, and the mean. A percentile is the least of the values that
+    so many of a hundred are not above.
+    """
+    found = np.percentile(values, PERCENTILES, method="inverted_cdf")
+    named = {f"p{p}": float(value) for p, value in zip(PERCENTILES, found, strict=True)}
+    return {**named, "max": float(max(values)), "mean": float(np.mean(values))}

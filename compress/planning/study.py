@@ -1,0 +1,160 @@
+"""All figures of a plan, as plain data: what plan.json holds and the page is drawn from."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compress.errors import UserError
+from compress.planning import lengths, simulate
+from compress.planning.devices import Device
+from compress.planning.memory import (
+    OVERHEAD,
+    Weights,
+    all_schemes,
+    cache_room,
+    largest_batch,
+    largest_length,
+    needed,
+)
+from compress.planning.requests import Request
+from compress.planning.shape import Shape
+from compress.planning.timing import Clock
+
+BATCHES = (1, 8, 32)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned for.
+
+    memory: bytes of the device. beams: of a beam search that is weighed. window: tokens that the
+    model is served with. engine: which linears may be quantized, as in the recipes. student: the
+    model with half of its blocks, for the figure on distillation.
+    """
+
+    shape: Shape
+    student: Shape
+    device: Device
+    memory: int
+    requests: Sequence[Request]
+    window: int
+    beams: int = 4
+    engine: str = "any"
+
+
+def study(question: Question) -> dict[str, Any]:
+    """The plan. Raises UserError where not even the smallest scheme leaves room for a request."""
+    shape, memory = question.shape, question.memory
+    schemes, refused = all_schemes(shape, question.engine)
+    longest = max(request.total for request in question.requests)
+    mean = lengths.summary(question.requests)["total"]["mean"]
+    rows = [_scheme(question, weights, longest, mean) for weights in schemes]
+    fitting = [w for w, row in zip(schemes, rows, strict=True) if row["fits"]]
+    if not fitting:
+        smallest = min(schemes, key=lambda weights: weights.total)
+        taken = sum(needed(shape, smallest, "16", 1, longest).values()) / (1 - OVERHEAD)
+        wanted = math.ceil(taken / 1e6)
+        raise UserError(
+            f"memory={memory / 1e6:g}MB: one request of {longest} tokens takes {wanted}MB with "
+            f"{smallest.scheme}, the smallest scheme; wanted memory={wanted}MB or more, shorter "
+            "requests, or a smaller model"
+        )
+    base = fitting[0]
+    clock = Clock(shape, base, question.device)
+    room = cache_room(shape, base, memory, longest)
+    return {
+        "model": shape.name,
+        "parameters": shape.parameters,
+        "blocks": shape.blocks,
+        "positions": shape.positions,
+        "device": {"name": question.device.name, "source": question.device.source},
+        "memory": memory,
+        "overhead": OVERHEAD * memory,
+        "engine": question.engine,
+        "kv_cache": dict(shape.kv_per_token),
+        "schemes": rows,
+        "refused": refused,
+        "base": base.scheme,
+        "requests": lengths.summary(question.requests),
+        "reservations": lengths.reservations(question.requests, clock, room),
+        "decoding": lengths.decoding(question.requests, clock, room, question.beams),
+        "batching": _batching(question, clock, room, longest),
+        "long_context": lengths.long_context(question.requests, clock, question.window),
+        "student": _student(question, base, longest),
+    }
+
+
+def _scheme(question: Question, weights: Weights, longest: int, mean: float) -> dict[str, Any]:
+    """One scheme: its bytes, what fits beside it, and its times."""
+    shape, memory = question.shape, question.memory
+    clock = Clock(shape, weights, question.device)
+    parts = needed(shape, weights, "16", 1, longest)
+    prompt = round(lengths.summary(question.requests)["prompt"]["mean"])
+    room = cache_room(shape, weights, memory, longest)
+    fits = largest_batch(shape, weights, "16", longest, memory) > 0
+    served = simulate.continuous(question.requests, clock, room) if fits else []
+    return {
+        "scheme": weights.scheme,
+        "bytes": {part: size for part, size in weights.parts.items() if size},
+        "weights": weights.total,
+        "bits_per_weight": 8 * weights.total / shape.parameters,
+        "one_request": parts,
+        "fits": fits,
+        "largest_batch": {
+            kind: largest_batch(shape, weights, kind, longest, memory)
+            for kind in shape.kv_per_token
+        },
+        "largest_length": {
+            kind: largest_length(shape, weights, kind, 1, memory) for kind in shape.kv_per_token
+        },
+        "frontier": [
+            {"tokens": tokens, "batch": largest_batch(shape, weights, "16", tokens, memory)}
+            for tokens in _ladder(shape.positions)
+        ],
+        "ttft_s": clock.prefill([prompt]),
+        "tpot_s": {str(batch): clock.decode(batch, batch * mean) for batch in BATCHES},
+        "continuous": simulate.outcome(served) if served else None,
+    }
+
+
+def _ladder(longest: int) -> list[int]:
+    """Powers of two from 256 tokens to the model's window."""
+    rungs = [256]
+    while rungs[-1] * 2 <= longest:
+        rungs.append(rungs[-1] * 2)
+    return rungs
+
+
+def _batching(question: Question, clock: Clock, room: float, longest: int) -> dict[str, Any]:
+    """One machine with static and with continuous batching; two, alike and split."""
+    requests = question.requests
+    slots = largest_batch(clock.shape, clock.weights, "16", longest, question.memory)
+    slots = min(max(1, slots), simulate.MOST_AT_ONCE)
+    ways = {
+        "static": simulate.static(requests, clock, slots),
+        "continuous": simulate.continuous(requests, clock, room),
+        "two alike": simulate.two_alike(requests, clock, room),
+        "split": simulate.split(requests, clock, room),
+    }
+    return {"slots": slots, **{way: simulate.outcome(served) for way, served in ways.items()}}
+
+
+def _student(question: Question, base: Weights, longest: int) -> dict[str, Any]:
+    """A student with half of the blocks, in 16 bit and in the smallest of its schemes."""
+    student = question.student
+    schemes, _ = all_schemes(student, question.engine)
+    smallest = min(schemes, key=lambda weights: weights.total)
+    return {
+        "blocks": student.blocks,
+        "parameters": student.parameters,
+        "rows": [
+            {
+                "scheme": weights.scheme,
+                "weights": weights.total,
+                "tpot_s": Clock(student, weights, question.device).decode(1, longest),
+                "largest_batch": largest_batch(student, weights, "16", longest, question.memory),
+            }
+            for weights in (schemes[0], smallest)
+        ],
+    }

@@ -1,0 +1,57 @@
+"""Seconds of a prefill and of a decoding step, as a sum of what a forward does.
+
+docs/planning.md has the formula.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compress.planning.devices import Device
+from compress.planning.memory import HALF, Weights, kv_bytes
+from compress.planning.shape import Shape
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Predicts for one model, scheme and device. kv_cache: one of KV_CACHES."""
+
+    shape: Shape
+    weights: Weights
+    device: Device
+    kv_cache: str = "16"
+
+    def prefill(self, prompts: Sequence[int]) -> float:
+        """Seconds until the first tokens of `prompts`, of so many tokens each, in one forward."""
+        channels = self.shape.query_heads * self.shape.head_size * self.shape.blocks
+        pairs = sum(tokens * tokens / 2 for tokens in prompts)
+        attention = pairs * channels * self.device.pair_s
+        return self._forward(sum(prompts), len(prompts)) + attention
+
+    def decode(self, batch: int, context: float) -> float:
+        """Seconds of one step of `batch` requests whose caches hold `context` tokens together.
+
+        Linear in `context` but for sliding windows: the mean of many steps is the step of the mean.
+        """
+        held = batch * kv_bytes(self.shape, self.kv_cache, context / batch)
+        return self._forward(batch, batch) + held * self.device.kv_s
+
+    def _forward(self, tokens: int, rows: int) -> float:
+        """All but attention. tokens: through the blocks; rows: of logits."""
+        shape, device, weights = self.shape, self.device, self.weights
+        plain, head = weights.plain_weights, shape.vocabulary * shape.hidden
+        rate, half = device.rates[weights.kind], device.rates["16"]
+        rotated = (shape.query_heads + shape.kv_heads) * shape.head_size
+        values = (
+            2 * shape.hidden * device.value_s["norm"]
+            + rotated * device.value_s["rotation"]
+            + shape.intermediate * device.value_s["product"]
+        )
+        return (
+            rate.seconds(weights.quantized_weights, weights.quantized_bytes, tokens)
+            + half.seconds(plain, HALF * plain, tokens)
+            + half.seconds(head, HALF * head, rows)
+            + tokens * shape.blocks * values
+            + weights.quantized * device.call_s.get(weights.kind, 0.0)
+            + shape.blocks * device.block_s
+            + device.forward_s
+        )

@@ -1,0 +1,113 @@
+"""The planning command: what it prints and writes, and how it refuses."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from compress.__main__ import told_plainly
+from compress.errors import UserError
+from compress.plan import main
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(SMALL))
+    return file
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    file = tmp_path / "lengths.jsonl"
+    lines = [{"prompt": 20 + i * i, "new": 5 + i % 7, "at": i / 50} for i in range(24)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def test_a_plan_is_printed_and_written(
+    config: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"model={config}", "memory=24GB", f"requests={requests}", f"out={tmp_path / 'out'}"]
+    main(words)
+    said = capsys.readouterr().out
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    assert plan["device"]["name"] == "a10g"
+    assert plan["requests"]["count"] == 24
+    assert plan["long_context"]["over"] == 1  # of 20 + 23² tokens, where the window has 512
+    assert [row["scheme"] for row in plan["schemes"]][:3] == ["16 bit", "W8A16", "W8A8"]
+    about = [one["about"] for one in plan["advice"]]
+    assert about[0] == "batching"
+    assert about[-2:] == ["quantization", "distillation"]
+    for one in plan["advice"]:
+        assert re.search(r"\d", one["text"]), one
+        assert one["text"].replace("\u00a0", " ") in said
+    before, after = (plan["batching"][way]["seconds"] for way in ("static", "continuous"))
+    assert after <= before * 1.001
+
+
+def test_the_page_stands_alone(config: Path, requests: Path, tmp_path: Path) -> None:
+    main([f"model={config}", f"requests={requests}", "device=l4", f"out={tmp_path / 'out'}"])
+    page = (tmp_path / "out/plan.html").read_text()
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    assert "<script" not in page
+    assert not re.search(r'(src|href)="(?!#)', page)
+    assert "http" not in page
+    assert page.count("<svg") > 10
+    assert all(row["scheme"] in page for row in plan["schemes"])
+
+
+def test_what_does_not_fit_is_refused_with_what_would(config: Path, tmp_path: Path) -> None:
+    words = [f"model={config}", "requests=100x28", f"out={tmp_path / 'out'}"]
+    with pytest.raises(UserError, match=r"takes \dMB with W4A16") as raised:
+        main([*words, "memory=1MB"])
+    wanted = re.search(r"wanted memory=(\w+)", str(raised.value))
+    assert wanted is not None
+    main([*words, f"memory={wanted[1]}"])
+    assert (tmp_path / "out/plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["memory=24GB"], "model is missing"),
+        (["model=x", "memory=24"], "memory is '24'"),
+        (["model=x", "device=tpu"], "device is 'tpu'; wanted one of a10g, l4,"),
+        (["model=x", "beams=1"], "beams is '1'"),
+        (["model=x", "rate=no"], "rate is 'no'"),
+        (["model=x", "speed=1"], "speed=1: no option; wanted key=value with model, memory"),
+        (["model=x"], "model=x: no such file"),
+    ],
+)
+def test_a_mistake_ends_with_one_line_and_status_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, told_plainly():
+        main(words)
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_help_is_the_docstring(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan"])
+    main(["--help"])
+    assert "requests  a JSONL of lengths" in capsys.readouterr().out
