@@ -109,7 +109,7 @@ def measured(settings: Options) -> dict[str, Any]:
     prefill = continuous(model, first_tokens, limits)
     halves = figures.apart(model, asked, prefill, drives[-1], figures.measure_peaks(model.device))
     return {
-        "checkpoint": folder.resolve().name,
+        "checkpoint": settings.checkpoint,
         "workload": settings.workload,
         "verdict": dict(zip(("headline", "reason"), figures.verdict(halves), strict=True)),
         "lengths": figures.lengths(asked),

@@ -33,7 +33,8 @@ LAST_SECONDS = 5
 
 @dataclass(kw_only=True)
 class Options:
-    """checkpoint: the folder. name: of the model, for clients; null: the folder's.
+    """checkpoint: the folder. name: of the model, for clients; null: the folder's, or
+    that of the folder above `checkpoint`.
 
     host, port: where to listen; port 0: any that is free. device: cpu, cuda, or auto. backend: of
     the kernels; null: the device's own. running, waiting, kv_tokens, batch_tokens: see Limits.
@@ -99,7 +100,7 @@ def served(settings: Options) -> Served:
     context = min(positions, limits.kv_tokens)
     engine = Engine(model, end_tokens, limits)
     return Served(
-        name=settings.name or folder.resolve().name,
+        name=settings.name or _name(folder.resolve()),
         engine=engine,
         tokenizer=tokenizer,
         metrics=Metrics(engine),
@@ -109,6 +110,11 @@ def served(settings: Options) -> Served:
         prompt_tokens=min(settings.prompt_tokens or context, context - 1),
         new_tokens=min(settings.new_tokens or context, context - 1),
     )
+
+
+def _name(folder: Path) -> str:
+    """The folder's, or that of the run whose checkpoint it is."""
+    return folder.parent.name if folder.name == "checkpoint" else folder.name
 
 
 def listen(host: str, port: int) -> socket.socket:

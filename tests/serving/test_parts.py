@@ -7,7 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, GenerationConfig, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GenerationConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from compress.errors import UserError
 from compress.runtime.server.attention import mask
@@ -106,6 +113,29 @@ def test_a_model_that_cannot_be_served_is_told_in_one_line() -> None:
     model = small(layer_types=["full_attention", "linear_attention"])
     with pytest.raises(UserError, match="mistral: continuous batching cannot serve this model: In"):
         Engine(model, [], Limits())
+
+
+def test_what_shows_at_the_first_token_is_told_in_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model = Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+        )
+    )
+    for limits, reason in (
+        (Limits(), "`sdpa` attention does not support `softcap`"),
+        (Limits(kv_tokens=1 << 40), "Memory footprint"),
+    ):
+        with pytest.raises(UserError, match=f"gemma2: .* cannot serve this model: {reason}"):
+            asyncio.run(Engine(model, [], limits).start())
+    assert capfd.readouterr().err == ""
 
 
 def test_draws_follow_the_softmax() -> None:

@@ -6,6 +6,7 @@ given up, sampling by request, and what the metrics ask for.
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.generation.continuous_batching.utils import logger as batching_logger
 
 from compress.errors import ConfigError, UserError
 from compress.runtime.server import attention, sampling
@@ -21,7 +23,6 @@ from compress.runtime.server.sampling import Sampling
 
 PAGE = 32
 """Tokens of a page of the KV cache: a request leaves half a page unused on average."""
-WARM_UP_SECONDS = 120.0
 POLL_SECONDS = 0.05
 
 
@@ -101,12 +102,16 @@ class Engine:
         """Begin to serve; one token is made first. Raises UserError where the model cannot."""
         with torch.inference_mode():  # the manager's thread takes the mode over
             self._manager.start()
+        level = batching_logger.level
+        batching_logger.setLevel(logging.CRITICAL)  # what it would log is raised here
         try:
-            async with asyncio.timeout(WARM_UP_SECONDS):
-                async for _ in self.tokens([0], 1):
-                    pass
+            async for _ in self.tokens([0], 1):
+                pass
         except EngineError as error:
+            await self.stop()
             raise _unfit(self._manager.model, error) from error
+        finally:
+            batching_logger.setLevel(level)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Take no more requests; those there are have `grace_s` seconds, then end in EngineError.
