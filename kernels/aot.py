@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,7 @@ class Case:
     kernel: Any
     types: dict[str, str]
     constants: dict[str, Any]
-    num_warps: int
-    num_stages: int
+    options: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,13 @@ def cases(capability: int, *, tuning: bool = False) -> Iterator[Case]:
     for kernel in (quantize.quantize_kernel, quantize.rmsnorm_kernel, quantize.swiglu_kernel):
         launch = quantize.launch(4096)
         name = f"quantize {kernel.__name__.removesuffix('_kernel')}"
-        yield Case(name, kernel, types, {"BLOCK": launch["BLOCK"]}, launch["num_warps"], 3)
+        yield Case(name, kernel, types, {"BLOCK": launch.pop("BLOCK")}, launch)
     gpu = Gpu("", capability, 0)
     for regime, tokens in TOKENS.items():
         for tile in space("w8a8", tokens, gpu)[: None if tuning else 1]:
             yield _w8a8(_split(tile, regime))
         for bits, group in FORMATS:
-            for tile in space("wna16", tokens, gpu)[: None if tuning else 1]:
+            for tile in space(f"w{bits}a16", tokens, gpu)[: None if tuning else 1]:
                 yield _wna16(bits, group, _split(tile, regime))
 
 
@@ -125,10 +124,9 @@ def _wna16(bits: int, group: int, tile: Tile) -> Case:
 def _case(
     name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], tile: Tile
 ) -> Case:
-    blocks = asdict(tile)
-    warps, stages = blocks.pop("num_warps"), blocks.pop("num_stages")
-    name = f"{name} {tile.BLOCK_M}x{tile.BLOCK_N}"
-    return Case(name, kernel, types, constants | blocks, warps, stages)
+    blocks = {name: n for name, n in tile.arguments().items() if name.isupper()}
+    options = {name: n for name, n in tile.arguments().items() if name.islower()}
+    return Case(f"{name} {tile.BLOCK_M}x{tile.BLOCK_N}", kernel, types, constants | blocks, options)
 
 
 def resources(case: Case, capability: int) -> Resources:
@@ -147,8 +145,8 @@ def resources(case: Case, capability: int) -> Resources:
         {(names.index(name),): value for name, value in case.constants.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in unknown},
     )
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options=case.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         usage = _output("cuobjdump", "-res-usage", file.name)

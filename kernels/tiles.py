@@ -1,11 +1,11 @@
-"""Which tile a launch takes: by shape and GPU, or as measured by `compress.kernels.tune`.
+"""Which tile a launch takes: by shape and GPU, or as measured (`compress.kernels.tune`).
 
 A linear of M tokens, N output and K input channels is in one of three regimes: decode, bound by
 reading the weight; prefill, bound by arithmetic; and what lies between.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -17,17 +17,23 @@ LOCKS = 1024
 
 @dataclass(frozen=True)
 class Tile:
-    """BLOCK_M tokens by BLOCK_N output channels, K in SPLITS parts; warps and pipeline stages."""
+    """BLOCK_M tokens by BLOCK_N output channels, K in SPLITS parts; and how it is compiled."""
 
     BLOCK_M: int
     BLOCK_N: int
     SPLITS: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
+    """Registers a thread, at most; None: as the compiler likes."""
 
     def count(self, m: int, n: int) -> int:
         """Tiles of an output [m, n]."""
         return -(-m // self.BLOCK_M) * -(-n // self.BLOCK_N)
+
+    def arguments(self) -> dict[str, int]:
+        """Of a launch, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -76,17 +82,18 @@ def splits(tiles: int, steps: int, gpu: Gpu) -> int:
 
 
 def default_tile(kernel: str, m: int, n: int, steps: int, gpu: Gpu) -> Tile:
-    """The tile that is shipped for `kernel`, "w8a8" or "wna16", where K takes `steps` steps."""
+    """The tile that is shipped for `kernel`: w8a8, w8a16 or w4a16. K takes it `steps` steps."""
     first = space(kernel, m, gpu)[0]
-    parts = splits(first.count(m, n), steps, gpu)
-    return Tile(first.BLOCK_M, first.BLOCK_N, parts, first.num_warps, first.num_stages)
+    return replace(first, SPLITS=splits(first.count(m, n), steps, gpu))
 
 
 def space(kernel: str, m: int, gpu: Gpu) -> list[Tile]:
     """What tuning tries for `m` tokens, K unsplit; the default is first."""
     tiles = _W8A8 if kernel == "w8a8" else _WNA16
     # 256 channels want the registers and the shared memory of Hopper.
-    return [t for t in tiles[regime(m)] if t.BLOCK_N < 256 or gpu.capability == 90]
+    fitting = [t for t in tiles[regime(m)] if t.BLOCK_N < 256 or gpu.capability == 90]
+    # Other makers' compilers take no limit of registers.
+    return fitting if gpu.capability else [replace(t, maxnreg=None) for t in fitting]
 
 
 _W8A8 = {
@@ -94,9 +101,14 @@ _W8A8 = {
     "middle": [Tile(64, 64, 1, 4, 4), Tile(32, 64, 1, 4, 4), Tile(128, 64, 1, 4, 3)],
     "prefill": [Tile(128, 256, 1, 8, 3), Tile(128, 128, 1, 8, 3), Tile(128, 64, 1, 4, 4)],
 }
-# Weight-only prefill has two accumulators where groups are scaled: 128 x 128 would spill.
+# Weight-only prefill has two accumulators where groups are scaled: 128 x 128 would spill. At decode
+# ptxas aims at 72 registers for sm_86 and sm_89, and spills, unless told that 128 are fine.
 _WNA16 = {
-    "decode": [Tile(16, 64, 1, 4, 4), Tile(16, 32, 1, 2, 4), Tile(16, 128, 1, 8, 4)],
+    "decode": [
+        Tile(16, 64, 1, 4, 4, maxnreg=128),
+        Tile(16, 32, 1, 2, 4, maxnreg=128),
+        Tile(16, 128, 1, 8, 4, maxnreg=128),
+    ],
     "middle": [Tile(64, 64, 1, 4, 3), Tile(32, 64, 1, 4, 4), Tile(64, 128, 1, 8, 3)],
     "prefill": [Tile(64, 128, 1, 8, 3), Tile(64, 128, 1, 8, 2), Tile(128, 64, 1, 8, 2)],
 }

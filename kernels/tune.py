@@ -1,69 +1,107 @@
-"""Tiles measured on a GPU, kept on disk, and taken before the shipped ones.
+"""Measure which tile is fastest, shape by shape, and keep it for the launches to come.
 
-    python -m compress.kernels.tune --shapes 4096x4096 14336x4096 --tokens 1 16 64 2048
+    python -m compress.kernels.tune [--shapes 4096x4096 ...] [--tokens 1 64 2048] [--kernels w8a8]
 
-Nothing is tuned while requests wait: without this command, and for shapes that it did not measure,
-the shipped tile is taken. A file belongs to one GPU, one version of torch and Triton, and one text
-of the kernels; another version reads none of it.
+Nothing is tuned while requests wait: without this command the shipped tiles are taken. The space is
+what they leave open: three tiles a regime, and K in more parts or fewer.
 """
 
-import functools
-import hashlib
-import json
-import os
-from dataclasses import asdict
-from pathlib import Path
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from compress.errors import UserError
-from compress.kernels.tiles import Gpu, Tile, bucket, default_tile, gpu_of
+from compress.kernels.bench import median_us, random_weight, shape_of
+from compress.kernels.check import MAX_RELATIVE_ERROR, reference_linear, relative_error
+from compress.kernels.quantize import triton as quantize
+from compress.kernels.splits import new_locks
+from compress.kernels.tiles import LOCKS, Gpu, Tile, bucket, gpu_of, space
+from compress.kernels.tuned import cache_file, keep, key
+from compress.kernels.w8a8 import triton as w8a8
+from compress.kernels.wna16 import triton as wna16
+from compress.kernels.wna16.planar import to_planar
+from compress.qtensor import QTensor, QuantSpec, pack_int32
 
-VARIABLE = "COMPRESS_CACHE"
-KERNELS = ("splits.py", "w8a8/triton.py", "wna16/triton.py", "wna16/planar.py")
-
-
-def cache_file(gpu: Gpu) -> Path:
-    """Where the tiles of `gpu` lie: $COMPRESS_CACHE, else ~/.cache/compress."""
-    folder = Path(os.environ.get(VARIABLE) or Path.home() / ".cache" / "compress")
-    here = Path(__file__).parent
-    texts = b"".join((here / name).read_bytes() for name in KERNELS)
-    versions = f"torch{torch.__version__}-{hashlib.sha256(texts).hexdigest()[:12]}"
-    return folder / "tiles" / f"{gpu.name.replace(' ', '_')}-{versions}.json"
-
-
-def key(kernel: str, m: int, n: int, k: int) -> str:
-    """The name of a shape in the file: tokens in their bucket."""
-    return f"{kernel} {bucket(m)}x{n}x{k}"
+SPECS = {
+    "w8a8": QuantSpec(8, activation_bits=8),
+    "w8a16": QuantSpec(8),
+    "w4a16": QuantSpec(4, 128),
+}
 
 
-@functools.cache
-def tuned(file: Path) -> dict[str, Tile]:
-    """The tiles in `file`, none where it is missing. Raises UserError where it does not read."""
-    if not file.exists():
-        return {}
-    try:
-        return {name: Tile(**tile) for name, tile in json.loads(file.read_text()).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: no table of tiles ({error}); delete it") from error
+def candidates(kernel: str, m: int, n: int, k: int, gpu: Gpu) -> Iterator[Tile]:
+    """The tiles worth measuring for an output [m, n]: K is split while programs are few."""
+    for tile in space(kernel, m, gpu):
+        yield tile
+        tiles = tile.count(m, n)
+        for parts in (2, 4, 8, 16):
+            few = tiles * parts <= 8 * gpu.multiprocessors
+            if few and tiles <= LOCKS and k // parts >= 512:
+                yield replace(tile, SPLITS=parts)
 
 
-def keep(file: Path, tiles: dict[str, Tile]) -> None:
-    """Add `tiles` to what `file` holds, whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(
-        {name: asdict(tile) for name, tile in (tuned(file) | tiles).items()}, indent=1
+def launch(weight: QTensor, x_MK: Tensor, y_MN: Tensor) -> Callable[[Tile], None]:
+    """A function that writes x @ weight^T into `y_MN` by a given tile."""
+    locks, spec = new_locks(x_MK.device), weight.spec
+    if spec.activation_bits is not None:
+        q, scale = quantize.per_token(x_MK)
+        return lambda tile: w8a8.gemm(q, scale, weight.ints, weight.scales, None, locks, y_MN, tile)
+    words = to_planar(pack_int32(weight.ints, spec.bits), spec.bits, spec.group_size)
+    return lambda tile: wna16.gemm(
+        x_MK,
+        words,
+        weight.scales,
+        None,
+        locks,
+        y_MN,
+        bits=spec.bits,
+        group_size=spec.group_size,
+        tile=tile,
     )
-    aside = file.with_suffix(f".{os.getpid()}")
-    aside.write_text(text)
-    aside.replace(file)
-    tuned.cache_clear()
-    tile_for.cache_clear()
 
 
-@functools.lru_cache(maxsize=4096)
-def tile_for(kernel: str, m: int, n: int, k: int, steps: int, device: torch.device) -> Tile:
-    """The measured tile of a launch, else the shipped one; K takes `steps` steps of the kernel."""
-    gpu = gpu_of(device)
-    measured = tuned(cache_file(gpu)).get(key(kernel, m, n, k))
-    return measured or default_tile(kernel, bucket(m), n, steps, gpu)
+def fastest(kernel: str, m: int, n: int, k: int, device: torch.device) -> tuple[Tile, float]:
+    """The tile that takes the fewest microseconds, and these; a wrong product is an error."""
+    weight = random_weight(n, k, SPECS[kernel], str(device), torch.bfloat16)
+    x = torch.randn((m, k), device=device, dtype=torch.bfloat16)
+    y = torch.empty((m, n), device=device, dtype=torch.bfloat16)
+    run, expected = launch(weight, x, y), reference_linear(x, weight)
+    times: dict[Tile, float] = {}
+    for tile in candidates(kernel, m, n, k, gpu_of(device)):
+        y.fill_(float("nan"))
+        run(tile)
+        if (error := relative_error(y, expected)) > MAX_RELATIVE_ERROR:
+            raise RuntimeError(f"{kernel} {m}x{n}x{k} with {tile} is off by {error:.3g}")
+        (times[tile],) = median_us({"": lambda tile=tile: run(tile)}, device).values()
+    best = min(times, key=lambda tile: times[tile])
+    return best, times[best]
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure, print, and keep each result as soon as it is there."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", type=shape_of, required=True)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 64, 256, 1024, 4096])
+    parser.add_argument("--kernels", nargs="+", choices=list(SPECS), default=list(SPECS))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "tiles are measured on a GPU; found none, and on CPU no tiles are used\n")
+    device = torch.device("cuda", torch.cuda.current_device())
+    file = cache_file(gpu_of(device))
+    for n, k in options.shapes:
+        for m in sorted({bucket(tokens) for tokens in options.tokens}):
+            for kernel in options.kernels:
+                tile, microseconds = fastest(kernel, m, n, k, device)
+                keep(file, {key(kernel, m, n, k): tile})
+                sys.stdout.write(f"{kernel} {m}x{n}x{k}: {tile}, {microseconds:.1f} us\n")
+    sys.stdout.write(f"kept in {file}\n")
+
+
+if __name__ == "__main__":
+    main()

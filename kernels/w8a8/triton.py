@@ -4,7 +4,6 @@ Letters as in the package: M tokens, N output channels, K input channels.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 import triton
@@ -14,7 +13,7 @@ from torch import Tensor
 from compress.kernels.quantize import triton as quantize
 from compress.kernels.splits import add_up, new_locks, new_parts
 from compress.kernels.tiles import Tile
-from compress.kernels.tune import tile_for
+from compress.kernels.tuned import tile_for
 
 BLOCK_K = 128
 """Bytes of each row a step: a cache line."""
@@ -107,7 +106,7 @@ def gemm(
         HAS_BIAS=bias is not None,
         EVEN_K=k % BLOCK_K == 0,
         BLOCK_K=BLOCK_K,
-        **asdict(tile),
+        **tile.arguments(),
     )
 
 

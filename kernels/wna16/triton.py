@@ -5,7 +5,6 @@ Letters as in the package: M tokens, N output channels, K input channels, G scal
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 import triton
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from compress.kernels.splits import add_up, new_locks, new_parts
 from compress.kernels.tiles import Tile
-from compress.kernels.tune import tile_for
+from compress.kernels.tuned import tile_for
 from compress.kernels.wna16.planar import block_words
 from compress.qtensor import QuantSpec
 
@@ -157,7 +156,7 @@ def gemm(
     if not m:
         return
     width = block_words(group_size)
-    tile = tile or tile_for("wna16", m, n, k, words // width, x_MK.device)
+    tile = tile or tile_for(f"w{bits}a16", m, n, k, words // width, x_MK.device)
     grid = (triton.cdiv(n, tile.BLOCK_N), triton.cdiv(m, tile.BLOCK_M), tile.SPLITS)
     gemm_kernel[grid](
         x_MK,
@@ -178,7 +177,7 @@ def gemm(
         WORDS=width,
         EVEN_K=words * 32 == k * bits,
         HAS_BIAS=bias is not None,
-        **asdict(tile),
+        **tile.arguments(),
     )
 
 

@@ -26,8 +26,8 @@ def test_the_regimes(m: int, name: str) -> None:
 def test_decode_of_a_7b_fills_the_gpu_by_splitting_k() -> None:
     # 4096 channels are 64 tiles of 64; K is 32 steps of 128, or 16 of 256.
     assert default_tile("w8a8", 1, 4096, 32, H100).SPLITS == 8
-    assert default_tile("wna16", 1, 4096, 16, H100).SPLITS == 8
-    assert default_tile("wna16", 1, 14336, 16, H100).SPLITS == 2
+    assert default_tile("w4a16", 1, 4096, 16, H100).SPLITS == 8
+    assert default_tile("w4a16", 1, 14336, 16, H100).SPLITS == 2
     assert default_tile("w8a8", 4096, 4096, 32, H100) == Tile(128, 256, 1, 8, 3)
     assert default_tile("w8a8", 4096, 4096, 32, A100) == Tile(128, 128, 1, 8, 3)
 
@@ -37,7 +37,7 @@ def test_decode_of_a_7b_fills_the_gpu_by_splitting_k() -> None:
     n=st.integers(1, 200_000),
     steps=st.integers(1, 500),
     gpu=st.sampled_from(GPUS),
-    kernel=st.sampled_from(["w8a8", "wna16"]),
+    kernel=st.sampled_from(["w8a8", "w4a16"]),
 )
 def test_parts_of_k_have_two_steps_and_every_shared_tile_a_lock(
     m: int, n: int, steps: int, gpu: Gpu, kernel: str
@@ -61,23 +61,23 @@ def test_a_measured_tile_goes_before_the_shipped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="triton is installed on Linux only")
-    from compress.kernels import tune
+    from compress.kernels import tuned
 
-    monkeypatch.setenv(tune.VARIABLE, str(tmp_path))
-    tune.tuned.cache_clear()
-    tune.tile_for.cache_clear()
+    monkeypatch.setenv(tuned.VARIABLE, str(tmp_path))
+    tuned.table.cache_clear()
+    tuned.tile_for.cache_clear()
     arguments = ("w8a8", 5, 64, 256, 2, torch.device("cpu"))
-    assert tune.tile_for(*arguments) == default_tile("w8a8", 16, 64, 2, A100)
+    assert tuned.tile_for(*arguments) == default_tile("w8a8", 16, 64, 2, A100)
     measured = Tile(16, 32, 2, 4, 6)
-    file = tune.cache_file(A100)
-    tune.keep(file, {tune.key("w8a8", 7, 64, 256): measured})
-    assert tune.tile_for(*arguments) == measured
-    assert tune.tile_for("w8a8", 5, 64, 512, 4, torch.device("cpu")) != measured
-    tune.keep(file, {tune.key("wna16", 7, 64, 256): measured})
-    assert len(tune.tuned(file)) == 2
+    file = tuned.cache_file(A100)
+    tuned.keep(file, {tuned.key("w8a8", 7, 64, 256): measured})
+    assert tuned.tile_for(*arguments) == measured
+    assert tuned.tile_for("w8a8", 5, 64, 512, 4, torch.device("cpu")) != measured
+    tuned.keep(file, {tuned.key("w4a16", 7, 64, 256): measured})
+    assert len(tuned.table(file)) == 2
     file.write_text("[]")
-    tune.tuned.cache_clear()
-    tune.tile_for.cache_clear()
+    tuned.table.cache_clear()
+    tuned.tile_for.cache_clear()
     with pytest.raises(UserError, match="delete it"):
-        tune.tile_for(*arguments)
-    tune.tuned.cache_clear()
+        tuned.tile_for(*arguments)
+    tuned.table.cache_clear()

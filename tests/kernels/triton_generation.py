@@ -23,7 +23,7 @@ from compress.runtime.loader import load
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = "Once upon a time, there was a little girl named Lily. She loved to play outside"
-NEW_TOKENS = 4
+NEW_TOKENS = 3
 ENGINES = ("q_proj", "k_proj", "v_proj")
 NATIVE = ("q_proj", "k_proj")
 

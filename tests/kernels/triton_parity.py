@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels import w8a8
+from compress.kernels import bench, tune, w8a8
 from compress.kernels.bench import bind, random_weight
 from compress.kernels.check import check_linear
 from compress.kernels.quantize import reference as quantize_reference
 from compress.kernels.quantize import triton as quantize
 from compress.kernels.splits import new_locks
-from compress.kernels.tiles import Tile
+from compress.kernels.tiles import Tile, gpu_of
 from compress.kernels.w8a8 import triton as w8a8_triton
 from compress.kernels.wna16 import triton as wna16_triton
 from compress.kernels.wna16.planar import to_planar
@@ -195,6 +195,21 @@ def test_fused_with_rmsnorm_and_swiglu(m: int, k: int, dtype: torch.dtype) -> No
         assert steps.max() <= 1
         assert (steps > 0).float().mean() < 0.02
         torch.testing.assert_close(scale, wanted_scale, rtol=TOLERANCE[dtype] * 2, atol=0)
+
+
+@pytest.mark.parametrize("kernel", ["w8a8", "w4a16"])
+def test_tuning_measures_right_tiles_only(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(bench, "ROUND_SECONDS", 0)
+    device = torch.device(DEVICE)
+    tiles = list(tune.candidates(kernel, 16, 16, 1024, gpu_of(device)))
+    assert {tile.SPLITS for tile in tiles} == {1, 2}
+    best, microseconds = tune.fastest(kernel, 16, 16, 1024, device)
+    assert best in tiles
+    assert microseconds > 0
+    monkeypatch.setattr(tune, "relative_error", lambda *_: 0.5)
+    with pytest.raises(RuntimeError, match=r"16x16x1024 .* is off by 0\.5"):
+        tune.fastest(kernel, 16, 16, 1024, device)
 
 
 def test_leading_dimensions_stay_and_no_tokens_give_no_rows() -> None:

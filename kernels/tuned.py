@@ -1,0 +1,66 @@
+"""Tiles that `compress.kernels.tune` measured, kept on disk, and taken before the shipped ones.
+
+A file belongs to one GPU, one version of torch (which fixes Triton's), and one text of the kernels;
+others read none of it. A shape that is not in the file gets the shipped tile.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from compress.errors import UserError
+from compress.kernels.tiles import Gpu, Tile, bucket, default_tile, gpu_of
+
+VARIABLE = "COMPRESS_CACHE"
+KERNELS = ("splits.py", "w8a8/triton.py", "wna16/triton.py", "wna16/planar.py")
+
+
+def cache_file(gpu: Gpu) -> Path:
+    """Where the tiles of `gpu` lie: $COMPRESS_CACHE, else ~/.cache/compress."""
+    folder = Path(os.environ.get(VARIABLE) or Path.home() / ".cache" / "compress")
+    here = Path(__file__).parent
+    texts = b"".join((here / name).read_bytes() for name in KERNELS)
+    versions = f"torch{torch.__version__}-{hashlib.sha256(texts).hexdigest()[:12]}"
+    return folder / "tiles" / f"{gpu.name.replace(' ', '_')}-{versions}.json"
+
+
+def key(kernel: str, m: int, n: int, k: int) -> str:
+    """The name of a shape in the file: tokens in their bucket."""
+    return f"{kernel} {bucket(m)}x{n}x{k}"
+
+
+@functools.cache
+def table(file: Path) -> dict[str, Tile]:
+    """The tiles in `file`, none where it is missing. Raises UserError where it does not read."""
+    if not file.exists():
+        return {}
+    try:
+        return {name: Tile(**tile) for name, tile in json.loads(file.read_text()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: no table of tiles ({error}); delete it") from error
+
+
+def keep(file: Path, tiles: dict[str, Tile]) -> None:
+    """Add `tiles` to what `file` holds, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(
+        {name: asdict(tile) for name, tile in (table(file) | tiles).items()}, indent=1
+    )
+    aside = file.with_suffix(f".{os.getpid()}")
+    aside.write_text(text)
+    aside.replace(file)
+    table.cache_clear()
+    tile_for.cache_clear()
+
+
+@functools.lru_cache(maxsize=4096)
+def tile_for(kernel: str, m: int, n: int, k: int, steps: int, device: torch.device) -> Tile:
+    """The measured tile of a launch, else the shipped one; K takes `steps` steps of the kernel."""
+    gpu = gpu_of(device)
+    measured = table(cache_file(gpu)).get(key(kernel, m, n, k))
+    return measured or default_tile(kernel, bucket(m), n, steps, gpu)

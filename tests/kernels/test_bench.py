@@ -1,0 +1,71 @@
+"""What the benchmark prints on CPU, and the floors that docs/kernels.md names."""
+
+import re
+
+import pytest
+import torch
+
+from compress.kernels import bench
+from compress.kernels.roofline import PEAKS, floor_us, launch_bytes, main, weight_bytes
+from compress.qtensor import QuantSpec
+
+A100, H100 = PEAKS[0], PEAKS[1]
+W8A8 = QuantSpec(8, activation_bits=8)
+
+
+def test_bytes_of_a_launch() -> None:
+    # 4 bits a weight, and 32 groups of 128 a row with a scale of 2 bytes.
+    assert weight_bytes(4096, 4096, QuantSpec(4, 128)) == 4096 * 4096 // 2 + 4096 * 32 * 2
+    assert weight_bytes(4096, 4096, None) == 2 * 4096 * 4096
+    # Two tokens in INT8 with a float32 scale each, and their outputs in 16 bit.
+    assert launch_bytes(2, 100, 50, W8A8) == 100 * 50 + 100 * 2 + 2 * (50 + 4) + 2 * 2 * 100
+
+
+def test_floors() -> None:
+    # Bound by memory: 8 650 752 bytes of weight, 16 384 of input and output, at 2.039 TB/s.
+    assert floor_us(A100, 1, 4096, 4096, QuantSpec(4, 128)) == pytest.approx(4.2507, rel=1e-4)
+    # Bound by arithmetic: 2 * 2048 * 4096^2 operations at 624 TOP/s, and at 989.4 TFLOP/s.
+    assert floor_us(A100, 2048, 4096, 4096, W8A8) == pytest.approx(110.13, rel=1e-4)
+    assert floor_us(H100, 2048, 4096, 4096, None) == pytest.approx(69.46, rel=1e-4)
+
+
+def test_the_tables_have_a_row_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("| Llama-3-8B | 14336 × 4096 |") for line in lines) == 2
+    assert sum(line.startswith("- ") for line in lines) == len(PEAKS)
+
+
+def test_the_benchmark_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("what it does on CPU")
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(bench, "ROUND_SECONDS", 0)
+    arguments = ["bench", "--shapes", "32x64", "16x128", "--tokens", "1", "2", "2048"]
+    monkeypatch.setattr("sys.argv", arguments)
+    bench.main()
+    head, _, titles, *rows = capsys.readouterr().out.splitlines()
+    assert re.match(r"cpu on cpu .*; copy \d+ GB/s, INT8 \d+\.\d\d TOP/s$", head)
+    assert re.split(r"\s{2,}", titles.strip())[1:] == [
+        "M",
+        "16 bit",
+        "W8A8",
+        "W8A16",
+        "W4A16 g128",
+        "W4A16",
+    ]
+    found = [re.split(r"\s{2,}", row.strip()) for row in rows]
+    assert [row[0].split()[0] for row in found] == ["32x64"] * 3 + ["16x128"] * 3
+    by_tokens = {row.split()[1]: row for row in rows if "32x64" in row}
+    # Groups of 128 do not fit 64 channels; one token has four shares less that one, 2048 has one.
+    assert all(" - " in row for row in by_tokens.values())
+    assert [by_tokens[m].count("%") for m in ("1", "2", "2048")] == [3, 0, 1]
+
+
+def test_a_wrong_kernel_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "check_linear", lambda *_: 0.5)
+    form = {"backend": "cpu", "device": "cpu", "dtype": torch.bfloat16}
+    with pytest.raises(SystemExit, match=r"W8A8 8x16, 2 tokens: off the reference by 0\.5"):
+        bench.measure(8, 16, 2, **form)
