@@ -27,14 +27,12 @@ from compress.artifact import write_json, write_text
 from compress.engines import ENGINES
 from compress.errors import ConfigError, UserError
 from compress.planning import advice, page, tables
-from compress.planning.devices import GPUS, Device, first_with
+from compress.planning.devices import CPU, GPUS, Device, first_with
 from compress.planning.probe import measure_cpu
 from compress.planning.requests import read_requests
 from compress.planning.shape import Shape, read_model, shape_of
 from compress.planning.study import Question, study
 from compress.sizes import SIZE, parse_size
-
-CPU = "cpu"
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+CPU = "cpu"
 BANDWIDTH_SHARE = 0.7
 COMPUTE_SHARE = 0.5
 """Shares of the published peaks that are reckoned with: assumptions, not measurements."""

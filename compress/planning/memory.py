@@ -60,56 +60,63 @@ def by_part(figures: Mapping[str, int]) -> dict[str, int]:
 class Weights:
     """A model's weights in one scheme.
 
-    kind: of the linears that are quantized: `16`, W8A8, W8A16 or W4A16. parts: bytes by part.
-    quantized: how many linears are, with their weights and bytes. plain: weights of the linears in
-    the blocks that stay in 16 bit. copies: bytes that our own runtime on CPU keeps beside the
-    checkpoint's, for kernels that want another order.
+    kind: of the linears that are quantized: `16`, W8A8, W8A16 or W4A16. parts: bytes by part; with
+    `copies` where our own runtime on CPU keeps a weight in another order too. widest: bytes that
+    one token takes in the widest moment of a prefill. quantized: how many linears are, with their
+    weights and bytes. plain_weights: of the linears in the blocks that stay in 16 bit.
     """
 
     scheme: str
     kind: str
     parts: Mapping[str, int]
+    widest: int
+    plain_weights: int
     quantized: int = 0
     quantized_weights: int = 0
     quantized_bytes: int = 0
-    plain_weights: int = 0
-    copies: int = 0
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
 
 
-def weights_of(shape: Shape, spec: QuantSpec | None, engine: str = "any") -> Weights:
+def weights_of(
+    shape: Shape, spec: QuantSpec | None, engine: str = "any", *, on_cpu: bool = False
+) -> Weights:
     """The weights where all linears that `engine` serves in `spec` are; None: all in 16 bit.
 
-    Raises UserError where it serves none.
+    on_cpu: as our own runtime holds them there. Raises UserError where the engine serves none.
     """
     itemsize = shape.dtype.itemsize
     parts = by_part({name: itemsize * count for name, count in shape.tensors.items()})
     inside = sum(n * k for n, k in shape.linears.values())
+    widest = token_bytes(shape.hidden, shape.intermediate)
     if spec is None:
-        return Weights("16 bit", "16", parts, plain_weights=inside)
+        return Weights("16 bit", "16", parts, widest, inside)
     chosen = engines.preflight(shape.linears, spec, engine, heads=shape.heads, dtype=shape.dtype)
     sizes = [shape.linears[name] for name in chosen.quantize]
     stored = [stored_bytes(size, chosen.spec, itemsize) for size in sizes]
     for name, (n, k), count in zip(chosen.quantize, sizes, stored, strict=True):
         parts[part_of(name)] += count + shape_bytes(chosen.spec) - itemsize * n * k
+    if on_cpu:
+        parts["copies"] = sum(_copy_bytes(size, chosen.spec) for size in sizes)
+        if spec.activation_bits is not None:
+            widest = _w8a8_token_bytes(shape)
     held = sum(n * k for n, k in sizes)
     return Weights(
         scheme=chosen.spec.scheme,
         kind=f"W{spec.bits}A{spec.activation_bits or 16}",
         parts=parts,
+        widest=widest,
+        plain_weights=inside - held,
         quantized=len(sizes),
         quantized_weights=held,
         quantized_bytes=sum(stored),
-        plain_weights=inside - held,
-        copies=sum(_copy_bytes(size, chosen.spec) for size in sizes),
     )
 
 
 def _copy_bytes(size: tuple[int, int], spec: QuantSpec) -> int:
-    """What kernels/wna16/cpu.py and kernels/w8a8/cpu.py keep of a weight [N, K] in bfloat16."""
+    """What kernels/wna16/cpu.py and kernels/w8a8/cpu.py keep beside a weight [N, K]."""
     n, k = size
     if spec.activation_bits is not None:
         return 4 * n  # scales in float32
@@ -119,7 +126,16 @@ def _copy_bytes(size: tuple[int, int], spec: QuantSpec) -> int:
     return 0 if group is None else n * k // 2 + 2 * HALF * n * k // group  # scales and zeros
 
 
-def all_schemes(shape: Shape, engine: str = "any") -> tuple[list[Weights], dict[str, str]]:
+def _w8a8_token_bytes(shape: Shape) -> int:
+    """Of a token in kernels/w8a8/cpu.py while up is made: as everywhere the residual, the MLP's
+    input and the gate in 16 bit, and the input in INT8, products in int32, and float32 of them.
+    """
+    return HALF * (2 * shape.hidden + shape.intermediate) + shape.hidden + 8 * shape.intermediate
+
+
+def all_schemes(
+    shape: Shape, engine: str = "any", *, on_cpu: bool = False
+) -> tuple[list[Weights], dict[str, str]]:
     """16 bit and every scheme that can be, and why each of the others cannot.
 
     A group size that does not divide is lowered as the quantizer lowers it, and listed once.
@@ -128,7 +144,7 @@ def all_schemes(shape: Shape, engine: str = "any") -> tuple[list[Weights], dict[
     refused = {}
     for spec in SCHEMES:
         try:
-            weights = weights_of(shape, spec, engine)
+            weights = weights_of(shape, spec, engine, on_cpu=on_cpu)
         except UserError as error:
             refused[spec.scheme] = str(error)
             continue
@@ -149,13 +165,11 @@ def kv_bytes(shape: Shape, kind: str, tokens: float) -> float:
     return tokens * shape.kv_per_token[kind] + bounded
 
 
-def activation_bytes(hidden: int, intermediate: int, vocabulary: int, batch: int, new: int) -> int:
-    """The widest moment of a prefill of `new` tokens, and the logits of a step of the batch.
-
-    In 16 bit: the residual and the MLP's input [new, hidden], and gate, up and their product
-    [new, intermediate]; logits [batch, vocabulary] in float32.
+def token_bytes(hidden: int, intermediate: int) -> int:
+    """Of one token in the widest moment of a prefill, in 16 bit: the residual and the MLP's input,
+    and gate, up and their product.
     """
-    return new * (2 * hidden + 3 * intermediate) * HALF + batch * vocabulary * LOGIT
+    return HALF * (2 * hidden + 3 * intermediate)
 
 
 def needed(
@@ -163,13 +177,13 @@ def needed(
 ) -> dict[str, float]:
     """Bytes by what they are for, of `batch` requests of `tokens` each, without overhead.
 
-    prompts: how many of them are prefilled in one forward; engines take one.
+    prompts: how many of them are prefilled in one forward; engines take one. The logits of a step
+    are in float32.
     """
-    sizes = (shape.hidden, shape.intermediate, shape.vocabulary)
     return {
         "weights": weights.total,
         "kv_cache": batch * kv_bytes(shape, kind, tokens),
-        "activations": activation_bytes(*sizes, batch, prompts * tokens),
+        "activations": prompts * tokens * weights.widest + batch * shape.vocabulary * LOGIT,
     }
 
 

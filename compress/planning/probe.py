@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from compress.kernels.bench import bind, random_weight
 from compress.machine import hardware
-from compress.planning.devices import Curve, Device
+from compress.planning.devices import CPU, Curve, Device
 from compress.planning.shape import Shape
 from compress.qtensor import QuantSpec
 
@@ -54,7 +54,7 @@ def measure_cpu(shape: Shape, timer: Timer = time.perf_counter) -> Device:
     block_s = max(0.0, (more - few) / 6)
     found = hardware()
     return Device(
-        name="cpu",
+        name=CPU,
         memory=psutil.virtual_memory().total,
         rates={k: _curve(timer, make, shape, calls[k]) for k, make in makers.items()},
         value_s=_values(timer, shape),

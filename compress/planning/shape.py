@@ -79,7 +79,7 @@ def shape_of(config: PretrainedConfig, name: str, blocks: int | None = None) -> 
     model = skeleton(config, torch.bfloat16)
     prefix, layers = find_blocks(model)
     tied = tied_names(model)
-    layers_kept = DynamicCache(config=config).layers
+    hidden, intermediate, vocabulary = widths(config)
     return Shape(
         name=name,
         tensors={n: p.numel() for n, p in model.named_parameters() if n not in tied},
@@ -91,19 +91,26 @@ def shape_of(config: PretrainedConfig, name: str, blocks: int | None = None) -> 
         heads=tuple(head_names(model)),
         dtype=storage_dtype(config, "auto"),
         blocks=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        vocabulary=text.vocab_size,
+        hidden=hidden,
+        intermediate=intermediate,
+        vocabulary=vocabulary,
         query_heads=text.num_attention_heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         windows=tuple(
             layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-            for layer in layers_kept
+            for layer in DynamicCache(config=config).layers
         ),
         kv_per_token=_kv_per_token(config),
         positions=getattr(text, "max_position_embeddings", None) or 2048,
     )
+
+
+def widths(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Channels between blocks, channels inside an MLP, and the vocabulary."""
+    text = config.get_text_config()
+    intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return text.hidden_size, intermediate, text.vocab_size
 
 
 def _cut(config: PretrainedConfig, blocks: int) -> PretrainedConfig:

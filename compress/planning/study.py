@@ -7,7 +7,7 @@ from typing import Any
 
 from compress.errors import UserError
 from compress.planning import lengths, simulate
-from compress.planning.devices import Device
+from compress.planning.devices import CPU, Device
 from compress.planning.memory import (
     OVERHEAD,
     Weights,
@@ -46,7 +46,7 @@ class Question:
 def study(question: Question) -> dict[str, Any]:
     """The plan. Raises UserError where not even the smallest scheme leaves room for a request."""
     shape, memory = question.shape, question.memory
-    schemes, refused = all_schemes(shape, question.engine)
+    schemes, refused = all_schemes(shape, question.engine, on_cpu=question.device.name == CPU)
     longest = max(request.total for request in question.requests)
     mean = lengths.summary(question.requests)["total"]["mean"]
     rows = [_scheme(question, weights, longest, mean) for weights in schemes]
@@ -143,7 +143,7 @@ def _batching(question: Question, clock: Clock, room: float, longest: int) -> di
 def _student(question: Question, base: Weights, longest: int) -> dict[str, Any]:
     """A student with half of the blocks, in 16 bit and in the smallest of its schemes."""
     student = question.student
-    schemes, _ = all_schemes(student, question.engine)
+    schemes, _ = all_schemes(student, question.engine, on_cpu=question.device.name == CPU)
     smallest = min(schemes, key=lambda weights: weights.total)
     return {
         "blocks": student.blocks,

@@ -12,6 +12,8 @@ from compress import choices
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.model import linear_shapes, skeleton, storage_dtype
+from compress.planning.memory import LOGIT, OVERHEAD, by_part, part_of, token_bytes
+from compress.planning.shape import widths
 from compress.preflight import preflight
 from compress.report import words
 from compress.runtime.cache import KV_CACHES, bytes_per_token, make_cache
@@ -26,14 +28,11 @@ from compress.sizes import (
 from compress.source import read_config
 from compress.stage import Run
 
-HALF = 2  # bytes of an activation in 16 bit
 OWN_CACHE = (
     "the KV cache is counted in 8 bit as our own runtime keeps it (serve.kv_cache); "
     "vLLM and SGLang have settings of their own"
 )
 BATCHES = (1, 4, 16, 64)
-OVERHEAD = 0.05
-"""Share of the card that the driver, the allocator's gaps and the engine keep for themselves."""
 
 
 @dataclass(kw_only=True)
@@ -46,7 +45,7 @@ class Plan:
     """
 
     name: ClassVar[str] = "plan"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = None
     shares: ClassVar[tuple[str, ...]] = ("model", "engine", "scheme", "kv_cache")
@@ -131,10 +130,12 @@ class Plan:
 
     def _memory(self, config: PretrainedConfig, weights: int, per_token: int) -> dict[str, Any]:
         given = None if self.memory is None else parse_size(self.memory)
+        hidden, intermediate, vocabulary = widths(config)
         parts = {
             "weights": weights,
             "kv_cache": self.batch * self.tokens * per_token,
-            "activations": activation_bytes(config, self.batch, self.tokens),
+            "activations": self.tokens * token_bytes(hidden, intermediate)
+            + self.batch * vocabulary * LOGIT,
             "overhead": 0 if given is None else int(OVERHEAD * given),
         }
         total = sum(parts.values())
@@ -202,40 +203,3 @@ def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:
         f"{memory['batch']} x {memory['tokens']} tokens, activations {activations}, "
         f"overhead {overhead}), {given} given; {way_out}"
     )
-
-
-PARTS = ("embeddings", "attention", "mlp", "norms", "lm_head", "other")
-
-
-def part_of(name: str) -> str:
-    """The part of the model that a tensor belongs to, one of PARTS."""
-    if "norm" in name or ".ln_" in name:
-        return "norms"
-    if name.startswith(("lm_head", "embed_out")):
-        return "lm_head"
-    if "embed" in name or ".wte." in name or ".wpe." in name:
-        return "embeddings"
-    if "attn" in name or "attention" in name:
-        return "attention"
-    if "mlp" in name or "feed_forward" in name:
-        return "mlp"
-    return "other"
-
-
-def by_part(figures: dict[str, int]) -> dict[str, int]:
-    """Figures of tensors by name, summed over the parts."""
-    sums = dict.fromkeys(PARTS, 0)
-    for name, figure in figures.items():
-        sums[part_of(name)] += figure
-    return sums
-
-
-def activation_bytes(config: PretrainedConfig, batch: int, tokens: int) -> int:
-    """The widest moment of a prefill of one request, and the logits of one step of the batch.
-
-    In 16 bit: hidden states, the residual, and gate and up of the MLP; logits in float32.
-    """
-    text = config.get_text_config()
-    wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    prefill = tokens * (2 * text.hidden_size + 2 * wide) * HALF
-    return prefill + batch * text.vocab_size * 4

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from compress.planning.memory import by_part
 from compress.sizes import tensor_bytes, tensor_elements
-from compress.stages.plan import by_part
 
 
 def test_bytes_are_those_of_the_stored_dtypes(tmp_path: Path) -> None:

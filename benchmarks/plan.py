@@ -1,0 +1,197 @@
+"""What planning predicts beside what is then measured, on this machine's CPU.
+
+    .venv/bin/python benchmarks/plan.py --model FOLDER --checkpoint FOLDER [--checkpoint FOLDER ...]
+
+The model and its quantized checkpoints are loaded and answer batches of prompts (--settings, batch
+x prompt tokens), NEW tokens each. Predicted from config.json and the scheme alone: the memory that
+this takes beside Python and its libraries, and TTFT and TPOT from a probe of the machine. Memory is
+measured in a process of its own, as the most that is resident while it answers. On one thread (the
+default) times are CPU seconds, which other work on the machine moves little; on more, wall seconds.
+Prints the errors and writes benchmarks/results/plan-MODEL.json with hardware and versions.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.artifact import write_json
+from compress.checkpoint import read_quantization_config
+from compress.machine import PeakMemory, hardware, high_water, packages
+from compress.planning.memory import Weights, needed, weights_of
+from compress.planning.probe import measure_cpu
+from compress.planning.shape import Shape, read_model, shape_of
+from compress.planning.timing import Clock
+from compress.runtime.cache import make_cache
+from compress.runtime.loader import load
+from compress.source import describe
+
+HERE = Path(__file__).resolve().parent
+SETTINGS = ("1x128", "1x512", "8x256")
+NEW = 16
+ROUNDS = 3
+
+
+def scheme_of(folder: Path, shape: Shape) -> Weights:
+    """What planning makes of the checkpoint's scheme; ends the program where other linears are
+    quantized than it says.
+    """
+    quantization = describe(folder).get("quantization_config")
+    if quantization is None:
+        return weights_of(shape, None)
+    specs = read_quantization_config(quantization, [*shape.linears, *shape.heads])
+    spec = next(iter(specs.values()))
+    for engine in ("any", "vllm", "native"):
+        weights = weights_of(shape, spec, engine, on_cpu=True)
+        if weights.quantized == len(specs):
+            return weights
+    sys.exit(f"{folder}: {len(specs)} linears are quantized, by no engine's rules")
+
+
+def loaded(folder: Path) -> PreTrainedModel:
+    """The model; the last token's hidden states [B, 1, H], a slice, reach the head as a copy,
+    since F.linear copies the whole weight for each of B where they are strided.
+    """
+    model = load(folder)
+
+    def copied(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (arguments[0].clone(memory_format=torch.contiguous_format),)
+
+    model.get_output_embeddings().register_forward_pre_hook(copied)
+    return model
+
+
+@torch.inference_mode()
+def answer(
+    model: PreTrainedModel, batch: int, prompt: int, timer: Callable[[], float]
+) -> list[float]:
+    """Seconds of each forward of a batch of random prompts, answered greedily with NEW tokens."""
+    cache, ids = make_cache("16", model.config), torch.randint(model.vocab_size, (batch, prompt))
+    marks = [timer()]
+    for _ in range(NEW):
+        logits = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
+        ids = logits[:, -1].argmax(-1, keepdim=True)
+        marks.append(timer())
+    return [end - start for start, end in pairwise(marks)]
+
+
+def memory_of(folder: Path, batch: int, prompt: int, threads: int) -> dict[str, int]:
+    """Bytes resident before the model is loaded, and at most while it answers; in a process of
+    its own.
+    """
+    asked = json.dumps({"folder": str(folder), "batch": batch, "prompt": prompt})
+    command = [sys.executable, __file__, "--threads", str(threads), "--measure-memory", asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_memory(folder: str, batch: int, prompt: int) -> dict[str, int]:
+    """What `memory_of` starts."""
+    before = high_water()
+    model = loaded(Path(folder))
+    with PeakMemory() as memory:
+        answer(model, batch, prompt, time.perf_counter)
+    return {"before": before, "peak": memory.peak}
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a checkpoint and setting."""
+    shape = shape_of(read_model(str(options.model)), options.model.name)
+    timer = time.process_time if options.threads == 1 else time.perf_counter
+    rows = []
+    for folder in (options.model, *options.checkpoint):
+        model, weights = loaded(folder), scheme_of(folder, shape)
+        clock = Clock(shape, weights, measure_cpu(shape, timer))
+        for setting in options.settings:
+            batch, prompt = map(int, setting.split("x"))
+            answer(model, batch, prompt, timer)
+            steps = [answer(model, batch, prompt, timer) for _ in range(ROUNDS)]
+            held = memory_of(folder, batch, prompt, options.threads)
+            tokens = prompt + NEW
+            parts = needed(shape, weights, "16", batch, tokens, prompts=batch)
+            decoded = [second for step in steps for second in step[1:]]
+            rows.append(
+                {
+                    "scheme": weights.scheme,
+                    "setting": setting,
+                    "memory": (held["before"] + sum(parts.values()), held["peak"]),
+                    "beside_python": (sum(parts.values()), held["peak"] - held["before"]),
+                    "ttft": (
+                        clock.prefill([prompt] * batch),
+                        statistics.median(step[0] for step in steps),
+                    ),
+                    "tpot": (
+                        clock.decode(batch, batch * (prompt + NEW / 2)),
+                        statistics.median(decoded),
+                    ),
+                }
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: predicted, measured, and how far the prediction is off."""
+    lines = [
+        "| scheme | batch x prompt | memory, MB | beside Python, MB | TTFT, ms | TPOT, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    units = {"memory": 1e6, "beside_python": 1e6, "ttft": 1e-3, "tpot": 1e-3}
+    for row in rows:
+        cells = [
+            f"{row[key][0] / unit:.0f}, measured {row[key][1] / unit:.0f} "
+            f"({row[key][0] / row[key][1] - 1:+.0%})"
+            for key, unit in units.items()
+        ]
+        lines.append(f"| {row['scheme']} | {row['setting']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="the original's folder")
+    parser.add_argument("--checkpoint", type=Path, action="append", default=[], help="of it")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--measure-memory", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.measure_memory:
+        print(json.dumps(measure_memory(**options.measure_memory)))
+        return 0
+    if options.model is None:
+        parser.error("--model is missing; wanted a model's folder")
+    rows = measure(options)
+    out = HERE / "results" / f"plan-{options.model.name}.json"
+    write_json(
+        out,
+        {
+            "model": options.model.name,
+            "new_tokens": NEW,
+            "rows": rows,
+            "threads": options.threads,
+            "hardware": hardware(),
+            "versions": packages(),
+            "date": datetime.now(UTC).date().isoformat(),
+        },
+    )
+    print(f"{table(rows)}\n{out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
