@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -56,9 +57,18 @@ def _end(message: str, status: int = 2) -> None:
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of a command so far. broken: what score.gate found of them, a line each."""
+    """The jobs of a command so far: folders of those that ended, and what breaks their gates."""
 
+    folders: list[Path] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+
+    def compare(self) -> None:
+        """Put the runs of a sweep side by side, those that have a report."""
+        from compress import compare
+
+        reported = [folder for folder in self.folders if (folder / "report.json").exists()]
+        if len(reported) > 1:
+            print(f"side by side: {compare.write(reported)}")
 
 
 def runner(jobs: Jobs) -> Callable[[], None]:
@@ -75,6 +85,7 @@ def runner(jobs: Jobs) -> Callable[[], None]:
                 # Each job of a sweep has a folder of its own, named by what it sweeps.
                 swept = job.job.override_dirname.replace("/", "-").replace("'", "")
                 settings.out = f"{settings.out}/{swept}"
+            jobs.folders.append(Path(settings.out or ""))
             try:
                 pipeline.run(settings)
             except GateError as error:  # the other jobs of a sweep still run
@@ -104,6 +115,7 @@ def main() -> None:
         sys.argv[1:] = words
         jobs = Jobs()
         runner(jobs)()
+        jobs.compare()
     if jobs.broken:
         _end("\ncompress: ".join(jobs.broken), status=3)
 

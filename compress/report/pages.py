@@ -31,6 +31,13 @@ def page(figures: Mapping[str, Any]) -> str:
     return _environment(True).get_template("page.html.jinja").render(f=figures, style=style)
 
 
+def comparison_page(comparison: Mapping[str, Any]) -> str:
+    """comparison.html, from what comparison.json holds alone; it needs nothing else either."""
+    style = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
+    template = _environment(True).get_template("comparison.html.jinja")
+    return template.render(c=comparison, style=style)
+
+
 def short(figures: Mapping[str, Any]) -> str:
     """report.md: verdict and tables."""
     return _environment(False).get_template("page.md.jinja").render(f=figures)

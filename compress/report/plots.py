@@ -76,13 +76,17 @@ def _log_ticks(axis: Axis, most: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Series:
-    """Points (x, y) of one colour. style: a class of the style sheet. A y of None is a gap."""
+    """Points (x, y) of one colour. style: a class of the style sheet. A y of None is a gap.
+
+    label: written beside each point.
+    """
 
     name: str
     style: str
     points: Sequence[tuple[float, float | None]]
     line: bool = True
     titles: Sequence[str] = field(default_factory=list)
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,12 @@ def xy(series: Sequence[Series], scales: Scales, height: int = 200) -> Markup:
                     _short(x), _short(y), radius, one.style, title
                 )
             )
+            if one.label:
+                parts.append(
+                    Markup('<text x="{}%" y="{}" dx="7" class="tick">{}</text>').format(
+                        _short(x), _short(y + 4), one.label
+                    )
+                )
     label = f"{scales.y_title} by {scales.x_title}: {', '.join(s.name for s in series)}"
     return Markup(
         '<div class="plot"><p class="axis-title">{}</p>'

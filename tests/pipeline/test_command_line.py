@@ -123,15 +123,20 @@ def test_recipes_are_listed_when_asked_for(
     assert len(capsys.readouterr().out.splitlines()) == len(recipes())
 
 
-def test_a_sweep_makes_a_run_of_each(
+def test_a_sweep_makes_a_run_of_each_and_sets_them_side_by_side(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["recipe=tiny", "--multirun", "quantize=w8a8,w4a16", f"model.path={tiny_model}"]
-    monkeypatch.setattr(sys, "argv", ["compress", *words, "stages=plan"])
+    monkeypatch.setattr(sys, "argv", ["compress", *words, "stages=[plan,report]"])
     main()
     plans = sorted(tmp_path.glob("runs/tiny/*/*/stages/plan.json"))
     assert [json.loads(p.read_text())["metrics"]["scheme"][:5] for p in plans] == ["W4A16", "W8A8"]
+    (file,) = tmp_path.glob("runs/tiny/*/comparison.json")
+    rows = json.loads(file.read_text())["rows"]
+    names = [f"quantize={scheme},stages=[plan,report]" for scheme in ("w8a8", "w4a16")]
+    assert [row["name"] for row in rows] == ["original", *names]
+    assert (file.parent / "comparison.html").exists()
 
 
 def test_a_wrong_model_leaves_no_folder(tmp_path: Path) -> None:

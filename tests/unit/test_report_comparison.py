@@ -1,0 +1,111 @@
+"""Runs side by side: what is compared, what is not, and a page that needs nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from report_run import Tags, fixture
+
+from compress import compare
+from compress.errors import UserError
+from compress.report.comparison import comparison
+from compress.report.figures import figures
+
+
+def run(folder: Path, kl: float, size: int, decode: float, *left_out: str) -> Path:
+    """A finished run's folder with its report.json."""
+    folder.mkdir(parents=True)
+    made = fixture(folder, *left_out)
+    if "score" not in left_out:
+        made.manifests["score"]["metrics"]["fidelity"]["kl"] = kl
+    made.manifests["export"]["metrics"]["bytes"] = size
+    if "serve" not in left_out:
+        made.manifests["serve"]["metrics"]["after"]["decode_tokens_per_s"] = decode
+    (folder / "report.json").write_text(json.dumps(figures(made)))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    return [
+        run(tmp_path / "sweep" / "w8", 0.012, 180_000_000, 81.0),
+        run(tmp_path / "sweep" / "w4", 0.08, 150_000_000, 90.0),
+        run(tmp_path / "sweep" / "bad", 0.5, 180_000_000, 70.0),
+    ]
+
+
+def test_rows_hold_what_the_reports_say(runs: list[Path]) -> None:
+    found = comparison(runs)
+    assert [row["name"] for row in found["rows"]] == ["original", "w8", "w4", "bad"]
+    original, w8, *_ = found["rows"]
+    assert (original["bytes"], original["kl"], original["ppl"]) == (269030016, 0.0, 29.22)
+    assert original["decode_tokens_per_s"] == pytest.approx(1000 / 20.1)
+    assert (w8["bytes"], w8["kl"], w8["decode_tokens_per_s"]) == (180_000_000, 0.012, 81.0)
+    assert w8["tasks"]["knowledge, accuracy"] == 52.5
+    assert original["tasks"]["knowledge, accuracy"] == 62.5
+    assert w8["gate_broken"] == []
+    assert found["rows"][3]["gate_broken"] == ["KL 0.5000 nats a token, at most 0.05 allowed"]
+    assert found["remarks"] == []
+
+
+def test_a_run_that_another_beats_in_all_is_named(runs: list[Path]) -> None:
+    beaten = {row["name"]: row.get("beaten_by") for row in comparison(runs)["rows"]}
+    assert beaten == {"original": None, "w8": None, "w4": None, "bad": "w8"}
+
+
+def test_what_keeps_runs_from_comparing_is_said(runs: list[Path]) -> None:
+    file = runs[1] / "report.json"
+    report = json.loads(file.read_text())
+    report["fidelity"]["windows"] = 2
+    report["hardware"]["cpu"] = "Another CPU"
+    file.write_text(json.dumps(report))
+    assert comparison(runs)["remarks"] == [
+        "KL and perplexity are of different text: w4 beside w8.",
+        "Speed was measured on different machines: w4 beside w8.",
+    ]
+
+
+def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
+    runs = [
+        run(tmp_path / "a", 0.1, 1000, 1.0, "score"),
+        run(tmp_path / "b", 0.1, 900, 1.0, "serve", "score"),
+    ]
+    found = comparison(runs)
+    assert found["rows"][2]["decode_tokens_per_s"] is None
+    assert found["rows"][1]["kl"] is None
+    assert found["rows"][1]["beaten_by"] is None
+    assert "Not measured: weights." in compare.comparison_page(found)
+
+
+def test_the_page_is_whole_and_shows_the_figures(runs: list[Path], tmp_path: Path) -> None:
+    page = compare.write(runs)
+    assert page == tmp_path / "sweep" / "comparison.html"
+    text = page.read_text(encoding="utf-8")
+    tags = Tags(text)
+    assert tags.open == []
+    assert not {tag for tag, _ in tags.seen} & {"script", "link", "iframe", "img", "object"}
+    assert not any("href" in attributes or "src" in attributes for _, attributes in tags.seen)
+    shown = text.replace("\u00a0", " ")
+    for wanted in ("269 MB", "150 MB", "0.0800", "90.0 tok/s", "bad: w8 is no larger", "52.5"):
+        assert wanted in shown, wanted
+    assert text.count('r="3.5"') == 6  # three runs in two plots
+    assert json.loads((tmp_path / "sweep" / "comparison.json").read_text()) == comparison(runs)
+
+
+def test_what_is_no_run_is_told(runs: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere: no report\.json; wanted the folder of a run"):
+        comparison([runs[0], tmp_path / "nowhere"])
+    with pytest.raises(UserError, match="the same run is given twice"):
+        comparison([runs[0], runs[0]])
+    (runs[1] / "report.json").write_text("{}")
+    with pytest.raises(UserError, match=r"not a report of this version"):
+        comparison(runs)
+    with pytest.raises(UserError, match="wanted two runs or more"):
+        compare.main([str(runs[0])])
+
+
+def test_the_command_names_the_page(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare.main([*map(str, runs), f"out={tmp_path / 'there'}"])
+    assert capsys.readouterr().out == f"{tmp_path / 'there' / 'comparison.html'}\n"
