@@ -30,7 +30,7 @@ from compress.artifact import write_json
 from compress.checkpoint import read_quantization_config
 from compress.machine import PeakMemory, hardware, high_water, packages
 from compress.planning.memory import Weights, needed, weights_of
-from compress.planning.probe import measure_cpu
+from compress.planning.probe import measure_cpu, small_step
 from compress.planning.shape import Shape, read_model, shape_of
 from compress.planning.timing import Clock
 from compress.runtime.cache import make_cache
@@ -97,7 +97,10 @@ def memory_of(folder: Path, batch: int, prompt: int, threads: int) -> dict[str, 
 
 
 def measure_memory(folder: str, batch: int, prompt: int) -> dict[str, int]:
-    """What `memory_of` starts."""
+    """What `memory_of` starts. Libraries load more of themselves at the first forward, which is
+    not the model's: a small one is made first.
+    """
+    small_step(time.perf_counter, blocks=1, context=64)
     before = high_water()
     model = loaded(Path(folder))
     with PeakMemory() as memory:

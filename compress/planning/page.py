@@ -12,7 +12,8 @@ from compress.report import plots, words
 from compress.report.pages import TEMPLATES
 from compress.report.plots import Bar, Scales, Series, axis
 
-STYLES = ("before", "after", "aside", "fourth", "fifth")
+LINES = ("before", "after", "aside")
+BARS = ("before", "after", "part-embeddings", "part-norms")
 MEMORY = {
     "weights": ("weights", "part-mlp"),
     "kv_cache": ("KV cache", "part-embeddings"),
@@ -62,11 +63,10 @@ def memory(plan: Mapping[str, Any]) -> Markup:
 
 
 def frontier(plan: Mapping[str, Any]) -> Markup:
-    """Largest batch by the tokens of each request, both by logarithm; a line a scheme."""
-    kept = [row for row in plan["schemes"] if any(point["batch"] for point in row["frontier"])]
-    kept = [row for row in kept if " g" not in row["scheme"]] + [
-        row for row in kept if " g" in row["scheme"]
-    ][:1]  # the groups' lines lie on each other
+    """Largest batch by the tokens of each request, both by logarithm: 16, 8 and 4 bit, a line
+    each, since the lines of the schemes of so many bits lie on each other.
+    """
+    kept = {row["scheme"].partition("A")[0]: row for row in reversed(plan["schemes"])}
     series = [
         Series(
             row["scheme"],
@@ -77,7 +77,7 @@ def frontier(plan: Mapping[str, Any]) -> Markup:
                 for point in row["frontier"]
             ],
         )
-        for row, style in zip(kept, STYLES, strict=False)
+        for row, style in zip(reversed(kept.values()), LINES, strict=False)
     ]
     points = [(x, y) for one in series for x, y in one.points]
     scales = Scales(
@@ -96,7 +96,7 @@ def served(plan: Mapping[str, Any]) -> Markup:
     return plots.bars(
         [
             Bar(name, found["tokens_per_s"], style, words.rate(found["tokens_per_s"]))
-            for (way, name), style in zip(tables.WAYS.items(), STYLES, strict=False)
+            for (way, name), style in zip(tables.WAYS.items(), BARS, strict=True)
             for found in [plan["batching"][way]]
         ]
     )
@@ -107,7 +107,7 @@ def waits(plan: Mapping[str, Any]) -> Markup:
     return plots.bars(
         [
             Bar(f"{name}, {p}", found["latency_s"][p], style, words.seconds(found["latency_s"][p]))
-            for (way, name), style in zip(tables.WAYS.items(), STYLES, strict=False)
+            for (way, name), style in zip(tables.WAYS.items(), BARS, strict=True)
             for found in [plan["batching"][way]]
             for p in ("p50", "p95")
         ]

@@ -50,7 +50,7 @@ def measure_cpu(shape: Shape, timer: Timer = time.perf_counter) -> Device:
         kind: _per_call(timer, [make(SMALL, SMALL)], 1, SMALL, repeats=100)
         for kind, make in makers.items()
     }
-    few, more = (_step(timer, blocks, 1) for blocks in (2, 8))
+    few, more = (small_step(timer, blocks, 1) for blocks in (2, 8))
     block_s = max(0.0, (more - few) / 6)
     found = hardware()
     return Device(
@@ -78,7 +78,9 @@ def _quantized(n: int, k: int, spec: QuantSpec) -> Linear:
 def _curve(timer: Timer, make: Callable[[int, int], Linear], shape: Shape, call: float) -> Curve:
     """Of the largest linear in the blocks, less what a call takes."""
     n, k = shape.intermediate, shape.hidden
-    linears = [make(n, k) for _ in range(max(2, BEYOND_CACHES // (2 * n * k)))]
+    # No more than the model has: what fits into a cache as a whole is read from there.
+    count = min(3 * shape.blocks, BEYOND_CACHES // (2 * n * k))
+    linears = [make(n, k) for _ in range(max(2, count))]
     seconds = [_per_call(timer, linears, tokens, k) for tokens in TOKENS]
     return Curve(TOKENS, [max(s - call, s / 10) / (n * k) for s in seconds])
 
@@ -127,12 +129,12 @@ def _kv(timer: Timer, shape: Shape) -> float:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_size,
     }
-    short, long = (_step(timer, 1, context, **heads) for context in CONTEXTS)
+    short, long = (small_step(timer, 1, context, **heads) for context in CONTEXTS)
     per_token = 2 * shape.kv_heads * shape.head_size * HALF.itemsize
     return max(0.0, (long - short) / ((CONTEXTS[1] - CONTEXTS[0]) * per_token))
 
 
-def _step(timer: Timer, blocks: int, context: int, **heads: Any) -> float:
+def small_step(timer: Timer, blocks: int, context: int, **heads: Any) -> float:
     """Seconds of a decoding step after `context` tokens, in a decoder of few channels."""
     heads = heads or {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"hidden_size": 16 * heads["num_attention_heads"], "intermediate_size": SMALL}
