@@ -129,8 +129,8 @@ def _case(
     return Case(f"{name} {tile.BLOCK_M}x{tile.BLOCK_N}", kernel, types, constants | blocks, options)
 
 
-def resources(case: Case, capability: int) -> Resources:
-    """Compile `case` for sm_`capability` and read its resources from the binary."""
+def compiled_for(case: Case, target: GPUTarget) -> Any:
+    """`case` as Triton compiles it: its `asm` holds ptx and cubin, or amdgcn and hsaco."""
     names = case.kernel.arg_names
     signature = {
         name: "constexpr" if name in case.constants else case.types.get(name, "i32")
@@ -145,8 +145,12 @@ def resources(case: Case, capability: int) -> Resources:
         {(names.index(name),): value for name, value in case.constants.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in unknown},
     )
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options=case.options)
+    return triton.compile(source, target=target, options=case.options)
+
+
+def resources(case: Case, capability: int) -> Resources:
+    """Compile `case` for sm_`capability` and read its resources from the binary."""
+    compiled = compiled_for(case, GPUTarget("cuda", capability, 32))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         usage = _output("cuobjdump", "-res-usage", file.name)

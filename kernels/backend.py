@@ -19,8 +19,10 @@ def pick_backend(
 ) -> str:
     """The backend for tensors on `device`: the argument, then COMPRESS_BACKEND, then the device's.
 
-    The device's own is `triton` on cuda, `cpu` on cpu and `reference` elsewhere. Raises UserError
-    for a backend that is unknown or cannot run there: another one is never taken in its place.
+    The device's own is `triton` on cuda, as which PyTorch knows AMD's GPUs too, `cpu` on cpu and
+    `reference` elsewhere; on Intel's xpu, where it was never tried, `triton` has to be asked for.
+    Raises UserError for a backend that is unknown or cannot run there: another one is never taken
+    in its place.
     """
     kind = torch.device(device).type
     automatic = {"cuda": "triton", "cpu": "cpu"}.get(kind, "reference")
@@ -37,8 +39,8 @@ def pick_backend(
 def _require_triton(kind: str, environ: Mapping[str, str]) -> None:
     if importlib.util.find_spec("triton") is None:
         raise UserError("backend triton is not installed; pip install triton, or backend=reference")
-    if kind != "cuda" and environ.get("TRITON_INTERPRET") != "1":
+    if kind not in ("cuda", "xpu") and environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
-            f"backend triton needs a CUDA device, found {kind}; leave backend unset, or set "
+            f"backend triton needs a cuda or xpu device, found {kind}; leave backend unset, or set "
             "TRITON_INTERPRET=1 to run its kernels in the (very slow) interpreter"
         )

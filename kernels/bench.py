@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -119,14 +120,14 @@ def measure(
     """Median microseconds by scheme, and of `16 bit`; ends the run where a kernel is wrong."""
     x = torch.randn((tokens, k), device=device, dtype=dtype)
     dense = torch.nn.Linear(k, n, bias=False, device=device, dtype=dtype)
-    contenders: dict[str, Callable[[], object]] = {"16 bit": lambda: dense(x)}
+    contenders: dict[str, Callable[[], object]] = {"16 bit": partial(dense, x)}
     for spec in specs_for(k):
         weight = random_weight(n, k, spec, device, dtype)
         linear = bind(weight, backend, dtype)
         error = check_linear(linear, x, weight)
         if error > MAX_RELATIVE_ERROR:
             sys.exit(f"{spec.scheme} {n}x{k}, {tokens} tokens: off the reference by {error:.3g}")
-        contenders[spec.scheme] = lambda linear=linear: linear(x)  # type: ignore[misc]
+        contenders[spec.scheme] = partial(linear, x)
     return median_us(contenders, device)
 
 

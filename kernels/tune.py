@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def fastest(kernel: str, m: int, n: int, k: int, device: torch.device) -> tuple[
         run(tile)
         if (error := relative_error(y, expected)) > MAX_RELATIVE_ERROR:
             raise RuntimeError(f"{kernel} {m}x{n}x{k} with {tile} is off by {error:.3g}")
-        (times[tile],) = median_us({"": lambda tile=tile: run(tile)}, device).values()
+        (times[tile],) = median_us({"": partial(run, tile)}, device).values()
     best = min(times, key=lambda tile: times[tile])
     return best, times[best]
 

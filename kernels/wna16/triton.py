@@ -77,8 +77,10 @@ def gemm_kernel(  # type: ignore[no-untyped-def]
     PLANE: tl.constexpr = 2 * WORDS
     PLANES: tl.constexpr = 16 // BITS
     BLOCK_K: tl.constexpr = PLANE * PLANES
-    # Groups of whole planes are summed, then scaled, in float32: the integers are exact in 16 bit.
-    SCALE_FIRST: tl.constexpr = GROUP % PLANE != 0
+    # Groups of whole planes, at the same places in every block, are summed and then scaled, in
+    # float32: the integers are exact in 16 bit. Others scale the weight, which is rounded again.
+    ALIGNED: tl.constexpr = GROUP > 0 and (BLOCK_K % GROUP == 0 or GROUP % BLOCK_K == 0)
+    SCALE_FIRST: tl.constexpr = GROUP % PLANE != 0 or not ALIGNED
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     FP16: tl.constexpr = dtype == tl.float16
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

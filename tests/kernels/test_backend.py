@@ -19,9 +19,14 @@ def test_the_argument_goes_before_the_environment() -> None:
     assert pick_backend("cpu", None, environ) == "reference"
 
 
+def test_intel_gpus_are_asked_for() -> None:
+    assert pick_backend("xpu", None, {}) == "reference"
+    assert pick_backend("xpu", "triton", {}) == "triton"
+
+
 def test_triton_runs_on_cpu_in_its_interpreter_only() -> None:
     assert pick_backend("cpu", "triton", {"TRITON_INTERPRET": "1"}) == "triton"
-    with pytest.raises(UserError, match="triton needs a CUDA device, found cpu"):
+    with pytest.raises(UserError, match="triton needs a cuda or xpu device, found cpu"):
         pick_backend("cpu", "triton", {})
 
 

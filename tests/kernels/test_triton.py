@@ -28,6 +28,17 @@ SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # Copies of 16 bytes that a thread makes for the words of a step: 32 words of 4 bytes a channel.
 WEIGHT_COPIES = {"16x64": 4, "64x64": 4, "64x128": 4}
 
+# Neither AMD's nor NVIDIA's next is excluded: what is theirs of a decode launch of each kind.
+ELSEWHERE = """
+from triton.backends.compiler import GPUTarget
+from compress.kernels import aot
+amd, blackwell = GPUTarget("hip", "gfx942", 64), GPUTarget("cuda", 100, 32)
+for target, capability, form in ((amd, 0, "amdgcn"), (blackwell, 100, "ptx")):
+    for case in aot.cases(capability):
+        if case.name in ("w8a8 16x64", "w4a16 g128 16x64"):
+            print(aot.compiled_for(case, target).asm[form])
+"""
+
 
 def python(*arguments: str, interpret: bool) -> str:
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -80,6 +91,13 @@ def test_what_is_compiled_ahead_of_time(capability: int) -> None:
             assert all(n in ("LDG.E.U16", "LDGDEPBAR") for n in others), where
         if " 16x" in name:
             assert r["registers"] <= 128, where
+
+
+@pytest.mark.slow
+def test_other_gpus_are_not_excluded() -> None:
+    assembly = python("-c", ELSEWHERE, interpret=False)
+    for instruction in ("v_mfma_i32", "v_mfma_f32", "mma.sync.aligned.m16n8k32", "tcgen05.mma"):
+        assert instruction in assembly
 
 
 def total(instructions: dict[str, int], start: str) -> int:
