@@ -19,6 +19,7 @@ from transformers import (
 from compress.checkpoint import read_quantization_config
 from compress.errors import UserError
 from compress.kernels.backend import pick_backend
+from compress.runtime import attention
 from compress.runtime.linear import QuantLinear
 from compress.structure import model_name
 from compress.tensors import TensorFiles
@@ -39,8 +40,9 @@ def load(
 
     dtype: of weights and activations in 16 or 32 bit; None as stored, but float16 on CPU runs as
     bfloat16 (float16 matrix products are many times slower there). Scales keep the dtype they are
-    stored in. trust_remote_code: run the Python that lies in the folder, where config.json asks for
-    it. Peak memory is the model and one tensor. Raises UserError for a folder that is no
+    stored in. On CPU attention is that of compress.runtime.attention. trust_remote_code: run the
+    Python that lies in the folder, where config.json asks for it. Peak memory is the model and one
+    tensor. Raises UserError for a folder that is no
     causal language model, a damaged file, and a tensor that is missing, doubled, unknown or of the
     wrong shape; for a backend that cannot run on `device`.
     """
@@ -56,6 +58,7 @@ def load(
             module.prepare(backend, skeleton.dtype)
     if (folder / "generation_config.json").exists():
         skeleton.generation_config = GenerationConfig.from_pretrained(folder)
+    attention.install(skeleton)
     return skeleton.eval().requires_grad_(False)
 
 

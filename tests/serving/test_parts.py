@@ -15,8 +15,10 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from compress.errors import UserError
+from compress.runtime import attention
 from compress.runtime.server.attention import mask
 from compress.runtime.server.engine import Engine, Limits
 from compress.runtime.server.sampling import Sampling, draw_scores
@@ -62,6 +64,7 @@ def test_tokens_are_those_of_generate(
     window: int | None, batch_tokens: int, dtype: torch.dtype
 ) -> None:
     model = small(dtype, sliding_window=window)
+    attention.install(model)
     prompts = [list(range(3, 3 + n)) for n in (1, 5, 23, 40)]
     greedy = GenerationConfig(do_sample=False, max_new_tokens=12, pad_token_id=0)
     alone = [
@@ -200,3 +203,15 @@ def test_nothing_past_a_stop_string_is_shown(pieces: list[str], strings: list[st
     else:
         assert whole.startswith(shown)
         assert not any(string in shown for string in strings)
+
+
+@pytest.mark.parametrize("keys", [1, 7, 65])
+def test_attention_by_group_is_that_of_sdpa(keys: int) -> None:
+    torch.manual_seed(keys)
+    layer = small().model.layers[0].self_attn
+    query = torch.randn(2, 4, 1, 8)
+    key, value = torch.randn(2, 2, 2, keys, 8)
+    wanted, _ = sdpa_attention_forward(layer, query, key, value, None, scaling=0.3)
+    found, _ = attention.attend(layer, query, key, value, None, scaling=0.3)
+    assert found.shape == wanted.shape == (2, 1, 4, 8)
+    assert torch.allclose(found, wanted, atol=1e-6)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from compress.runtime import attention
 
 NAME = "each_request_alone"
 
@@ -50,7 +51,7 @@ def attend(
     for request in range(len(bounds_q) - 1):
         tokens = slice(bounds_q[request], bounds_q[request + 1])
         keys = slice(bounds_k[request], bounds_k[request + 1])
-        output, _weights = sdpa_attention_forward(
+        output, _weights = attention.attend(
             module,
             query[:, :, tokens],
             key[:, :, keys],

@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.utils import logger as batching_logger
 
 from compress.errors import ConfigError, UserError
+from compress.runtime import attention as runtime_attention
 from compress.runtime.server import attention, sampling
 from compress.runtime.server.sampling import Sampling
 
@@ -88,6 +89,8 @@ class Engine:
             allow_block_sharing=False,
         )
         self._attended_by = model.config._attn_implementation
+        if self._attended_by == runtime_attention.NAME:
+            model.set_attn_implementation("sdpa")  # whose name the manager knows
         greedy = GenerationConfig(do_sample=False, use_cache=False, eos_token_id=end_tokens or -1)
         try:
             self._manager: ContinuousBatchingManager = model.init_continuous_batching(
