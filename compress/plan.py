@@ -16,16 +16,14 @@
 Prints what fits and the advice, and writes both files. docs/planning.md says how to read them.
 """
 
-import dataclasses
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compress.__main__ import told_plainly
+from compress import options
 from compress.artifact import write_json, write_text
 from compress.engines import ENGINES
-from compress.errors import ConfigError, UserError
+from compress.errors import ConfigError
 from compress.planning import advice, page, tables
 from compress.planning.devices import CPU, GPUS, Device, first_with
 from compress.planning.probe import measure_cpu
@@ -37,95 +35,69 @@ from compress.sizes import SIZE, parse_size
 
 @dataclass(kw_only=True)
 class Options:
-    """The command line's fields, as text; the module's docstring says what each is."""
+    """The fields of the command line; the module's docstring says what each is."""
 
-    model: str = ""
-    memory: str = ""
+    model: str = "???"
+    memory: str | None = None
     requests: str = "512x128"
-    device: str = ""
-    rate: str = ""
-    window: str = ""
-    beams: str = "4"
+    device: str | None = None
+    rate: float | None = None
+    window: int | None = None
+    beams: int = 4
     engine: str = "any"
-    seed: str = "0"
-    out: str = ""
+    seed: int = 0
+    out: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
-        if not self.model:
-            problems.append("model is missing; wanted model=FOLDER or model=CONFIG.json")
-        if self.memory and not SIZE.fullmatch(self.memory):
+        if self.memory is not None and not SIZE.fullmatch(self.memory):
             problems.append(f"memory is {self.memory!r}; wanted a size such as 24GB or 80GiB")
-        for name, choices in (("device", ("", *GPUS, CPU)), ("engine", ENGINES)):
-            if getattr(self, name) not in choices:
-                listed = ", ".join(filter(None, choices))
+        for name, choices in (("device", (*GPUS, CPU)), ("engine", ENGINES)):
+            if getattr(self, name) not in (None, *choices):
+                listed = ", ".join(choices)
                 problems.append(f"{name} is {getattr(self, name)!r}; wanted one of {listed}")
-        for name, least in (("window", 1), ("beams", 2), ("seed", 0)):
+        for name, least in (("window", 1), ("beams", 2)):
             value = getattr(self, name)
-            if value and not (value.isdecimal() and int(value) >= least):
-                problems.append(f"{name} is {value!r}; wanted a whole number, at least {least}")
-        if self.rate and not _positive(self.rate):
-            problems.append(f"rate is {self.rate!r}; wanted requests a second, such as 2.5")
+            if value is not None and value < least:
+                problems.append(f"{name} is {value}; wanted at least {least}")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            problems.append(f"rate is {self.rate}; wanted requests a second, such as 2.5")
         if problems:
             raise ConfigError(problems)
 
 
-def _positive(text: str) -> bool:
-    try:
-        return 0 < float(text) < float("inf")
-    except ValueError:
-        return False
-
-
-def parsed(words: Sequence[str]) -> Options:
-    """Options from `key=value` words. Raises UserError for what is none."""
-    names = [field.name for field in dataclasses.fields(Options)]
-    given = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name not in names or not equals or not value:
-            raise UserError(f"{word}: no option; wanted key=value with {', '.join(names)}")
-        given[name] = value
-    return Options(**given)
-
-
-def _device(options: Options, shape: Shape) -> Device:
-    if options.device == CPU:
+def _device(asked: Options, shape: Shape) -> Device:
+    if asked.device == CPU:
         return measure_cpu(shape)
-    if options.device:
-        return GPUS[options.device]
-    return first_with(parse_size(options.memory) if options.memory else 0)
+    if asked.device is not None:
+        return GPUS[asked.device]
+    return first_with(0 if asked.memory is None else parse_size(asked.memory))
 
 
-def main(words: Sequence[str]) -> None:
+def main(words: list[str]) -> None:
     """Plan, print, and write plan.json and plan.html."""
-    if set(words) & {"--help", "-h"}:
-        sys.stdout.write(f"{__doc__}")
-        return
-    options = parsed(words)
-    config = read_model(options.model)
-    place = Path(options.model).expanduser().absolute()
+    asked = options.parsed(Options, words)
+    config = read_model(asked.model)
+    place = Path(asked.model).expanduser().absolute()
     name = place.stem if place.is_file() else place.name
-    requests = read_requests(
-        options.requests, float(options.rate) if options.rate else None, int(options.seed)
-    )
+    requests = read_requests(asked.requests, asked.rate, asked.seed)
     shape = shape_of(config, name)
-    device = _device(options, shape)
+    device = _device(asked, shape)
     plan = study(
         Question(
             shape=shape,
             student=shape_of(config, name, blocks=max(1, shape.blocks // 2)),
             device=device,
-            memory=parse_size(options.memory) if options.memory else device.memory,
+            memory=device.memory if asked.memory is None else parse_size(asked.memory),
             requests=requests,
-            window=int(options.window) if options.window else shape.positions,
-            beams=int(options.beams),
-            engine=options.engine,
+            window=asked.window or shape.positions,
+            beams=asked.beams,
+            engine=asked.engine,
         )
     )
     plan["advice"] = advice.advice(plan)
-    plan["command"] = ["python", "-m", "compress.plan", *words]
-    out = Path(options.out or f"runs/plan/{name}")
+    plan["command"] = " ".join(["python -m compress.plan", *words])
+    out = Path(asked.out or f"runs/plan/{name}").expanduser()
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "plan.json", plan)
     write_text(out / "plan.html", page.page(plan))
@@ -133,5 +105,4 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    with told_plainly():
-        main(sys.argv[1:])
+    options.run(main, __doc__ or "")

@@ -79,14 +79,17 @@ def _lines(source: str) -> list[tuple[str, Any]]:
 def _request(where: str, fields: Any) -> Request:
     if not isinstance(fields, Mapping):
         raise UserError(f'{where}: found {fields!r}; wanted {{"prompt": tokens, "new": tokens}}')
-    for name, least in (("prompt", 1), ("new", 1)):
-        value = fields.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UserError(f'{where}: "{name}" is {value!r}; wanted tokens, at least {least}')
+    counts = []
+    for name in ("prompt", "new"):
+        value = fields.get(f"{name}_tokens", fields.get(name))
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f'{where}: "{name}" is {value!r}; wanted tokens, at least 1')
+        counts.append(value)
     at = fields.get("at", 0)
     if not isinstance(at, int | float) or isinstance(at, bool) or not at >= 0:
         raise UserError(f'{where}: "at" is {at!r}; wanted seconds from the start')
-    return Request(fields["prompt"], fields["new"], float(at))
+    prompt, new = counts
+    return Request(prompt, new, float(at))
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

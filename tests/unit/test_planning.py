@@ -290,7 +290,7 @@ def test_long_contexts_by_hand(small: Shape) -> None:
 
 def test_requests_are_read_with_their_times(tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
-    file.write_text('{"prompt": 8, "new": 2, "at": 3}\n\n{"prompt": 5, "new": 1}\n')
+    file.write_text('{"prompt": 8, "new": 2, "at": 3}\n\n{"prompt_tokens": 5, "new_tokens": 1}\n')
     assert read_requests(str(file)) == [Request(5, 1), Request(8, 2, 3.0)]
     assert read_requests("12x3") == [Request(12, 3)] * 64
     drawn = read_requests("12x3", rate=2.0, seed=1)
