@@ -1,7 +1,7 @@
 """Compile the Triton kernels ahead of time, for GPUs that are not there, and look at the result.
 
-`python -m compress.kernels.aot` prints a table: registers, spills, shared memory and instructions
-of every launch that is shipped, for sm_80, sm_89 and sm_90; `--all` adds what tuning tries.
+`python -m compress.kernels.aot` prints the table of docs/kernels.md: what every launch that is
+shipped takes on sm_80, sm_89 and sm_90; `--all` adds what tuning tries.
 """
 
 import argparse
@@ -33,6 +33,14 @@ SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 TOKENS = {"decode": 16, "middle": 64, "prefill": 2048}
 FORMATS = ((4, 128), (4, 64), (4, 32), (4, 0), (8, 128), (8, 0))
 """Bits and group size of weight-only launches; 0: a scale a row."""
+
+QUANTIZE = (
+    ("quantize", quantize.quantize_kernel, 4096),
+    ("quantize", quantize.quantize_kernel, 18944),
+    ("quantize after RMSNorm", quantize.rmsnorm_kernel, 8192),
+    ("quantize after SwiGLU", quantize.swiglu_kernel, 18944),
+)
+"""Rows as long as the inputs of linears in a 7B; of a 70B, those after RMSNorm."""
 
 TYPES = {
     "x_ptr": "*bf16",
@@ -89,10 +97,9 @@ def count(instructions: Counter[str], start: str) -> int:
 def cases(capability: int, *, tuning: bool = False) -> Iterator[Case]:
     """Every launch that is shipped for sm_`capability`; with `tuning`, every one that is tried."""
     types = TYPES | {"scale_ptr": "*fp32"}
-    for kernel in (quantize.quantize_kernel, quantize.rmsnorm_kernel, quantize.swiglu_kernel):
-        launch = quantize.launch(4096)
-        name = f"quantize {kernel.__name__.removesuffix('_kernel')}"
-        yield Case(name, kernel, types, {"BLOCK": launch.pop("BLOCK")}, launch)
+    for name, kernel, k in QUANTIZE:
+        launch = quantize.launch(k)
+        yield Case(f"{name} {k}", kernel, types, {"BLOCK": launch.pop("BLOCK")}, launch)
     gpu = Gpu("", capability, 0)
     for regime, tokens in TOKENS.items():
         for tile in space("w8a8", tokens, gpu)[: None if tuning else 1]:
@@ -190,25 +197,39 @@ def _inner_loop(lines: list[str]) -> list[str]:
     return min(loops, key=len, default=[])
 
 
+def cell(r: Resources) -> str:
+    """Registers, KiB of shared memory, MMAs by name, wide copies of all, instructions in the loop.
+
+    `96, 48, HMMA 32, 32/32, 419`; what no launch should have is said too.
+    """
+    parts = [str(r.registers), f"{r.shared / 1024:.0f}"]
+    for name in ("IMMA", "IGMMA", "HMMA", "HGMMA"):
+        if number := count(r.instructions, name):
+            parts.append(f"{name} {number}")
+    if copies := count(r.instructions, "LDGSTS"):
+        parts.append(f"{count(r.instructions, 'LDGSTS.E.BYPASS.128')}/{copies}")
+    if r.loop:
+        parts.append(str(r.loop.total()))
+    faults = ["**spills**"] * r.spills + ["**I2F**"] * (count(r.loop, "I2F") > 0)
+    return ", ".join(parts + faults)
+
+
 def main() -> None:
-    """Print a table in Markdown, a line a kernel and GPU."""
+    """Print a table in Markdown, a row a launch and a column a GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="add what tuning tries")
     options = parser.parse_args()
-    shown = ("IMMA", "IGMMA", "HMMA", "HGMMA", "LDGSTS.E.BYPASS.128", "LDGSTS", "I2F")
-    titles = ("sm", "launch", "registers", "spills", "shared, bytes", *shown[:4])
-    more = ("LDGSTS.128 of", "I2F in the loop", "instructions in the loop")
-    sys.stdout.write("| " + " | ".join((*titles, *more)) + " |\n")
-    sys.stdout.write("|" + "---|" * (len(titles) + len(more)) + "\n")
+    rows: dict[str, dict[int, str]] = {}
     for capability in CAPABILITIES:
         for case in cases(capability, tuning=options.all):
-            r = resources(case, capability)
-            counts = [count(r.instructions, name) for name in shown]
-            cells = [capability, case.name, r.registers, "yes" if r.spills else "no", r.shared]
-            cells += [*counts[:4], f"{counts[4]} of {counts[5]}", count(r.loop, "I2F")]
-            cells.append(r.loop.total())
-            sys.stdout.write("| " + " | ".join(map(str, cells)) + " |\n")
-            sys.stdout.flush()
+            how = "".join(f", {name} {n}" for name, n in case.options.items())
+            label = case.name + how * options.all
+            rows.setdefault(label, {})[capability] = cell(resources(case, capability))
+    sys.stdout.write("| launch | " + " | ".join(f"sm_{c}" for c in CAPABILITIES) + " |\n")
+    sys.stdout.write("|---" * (1 + len(CAPABILITIES)) + "|\n")
+    for name, cells in rows.items():
+        columns = (cells.get(capability, "") for capability in CAPABILITIES)
+        sys.stdout.write(f"| {name} | " + " | ".join(columns) + " |\n")
 
 
 if __name__ == "__main__":

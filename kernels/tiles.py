@@ -5,7 +5,7 @@ reading the weight; prefill, bound by arithmetic; and what lies between.
 """
 
 import functools
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,7 +33,7 @@ class Tile:
 
     def arguments(self) -> dict[str, int]:
         """Of a launch, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

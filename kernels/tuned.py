@@ -54,13 +54,22 @@ def keep(file: Path, tiles: dict[str, Tile]) -> None:
     aside = file.with_suffix(f".{os.getpid()}")
     aside.write_text(text)
     aside.replace(file)
+    forget()
+
+
+def forget() -> None:
+    """Read the file again at the next launch."""
     table.cache_clear()
-    tile_for.cache_clear()
+    _tile_for.cache_clear()
 
 
-@functools.lru_cache(maxsize=4096)
 def tile_for(kernel: str, m: int, n: int, k: int, steps: int, device: torch.device) -> Tile:
     """The measured tile of a launch, else the shipped one; K takes `steps` steps of the kernel."""
+    return _tile_for(kernel, bucket(m), n, k, steps, device)
+
+
+@functools.cache
+def _tile_for(kernel: str, m: int, n: int, k: int, steps: int, device: torch.device) -> Tile:
     gpu = gpu_of(device)
     measured = table(cache_file(gpu)).get(key(kernel, m, n, k))
-    return measured or default_tile(kernel, bucket(m), n, steps, gpu)
+    return measured or default_tile(kernel, m, n, steps, gpu)

@@ -64,8 +64,7 @@ def test_a_measured_tile_goes_before_the_shipped_one(
     from compress.kernels import tuned
 
     monkeypatch.setenv(tuned.VARIABLE, str(tmp_path))
-    tuned.table.cache_clear()
-    tuned.tile_for.cache_clear()
+    tuned.forget()
     arguments = ("w8a8", 5, 64, 256, 2, torch.device("cpu"))
     assert tuned.tile_for(*arguments) == default_tile("w8a8", 16, 64, 2, A100)
     measured = Tile(16, 32, 2, 4, 6)
@@ -76,8 +75,7 @@ def test_a_measured_tile_goes_before_the_shipped_one(
     tuned.keep(file, {tuned.key("w4a16", 7, 64, 256): measured})
     assert len(tuned.table(file)) == 2
     file.write_text("[]")
-    tuned.table.cache_clear()
-    tuned.tile_for.cache_clear()
+    tuned.forget()
     with pytest.raises(UserError, match="delete it"):
         tuned.tile_for(*arguments)
-    tuned.table.cache_clear()
+    tuned.forget()

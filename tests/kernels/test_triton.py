@@ -65,7 +65,7 @@ def test_in_the_interpreter(what: str) -> None:
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_what_is_compiled_ahead_of_time(capability: int) -> None:
     found = json.loads(python("-c", COMPILE, str(capability), interpret=False))
-    assert len(found) == 24
+    assert len(found) == 25
     for name, r in found:
         where = f"{name} on sm_{capability}: {r}"
         assert r["stack"] == r["local"] == 0, where
