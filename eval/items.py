@@ -72,7 +72,8 @@ def items(
 def records(task: Task) -> list[dict[str, Any]]:
     """The lines of a task's file by our names, each with an `id`. Raises UserError as `items`."""
     try:
-        lines = task.file.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`, which parts at characters that JSON leaves as they are.
+        lines = task.file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{task.file}: cannot be read as text: {error}") from error
     found: list[dict[str, Any]] = []

@@ -79,11 +79,12 @@ class Judge:
         reference, states = self._reference(dense)
         before = self._results("original", dense, (reference, states), "16")
         after = self._results("compressed", checkpoint, (reference, states), self.kv_cache)
-        rows, outputs = [], []
+        rows, outputs, drifts = [], [], []
         for task, its in self.asked:
             old, new = ([Answer(**a) for a in found[task.name]] for found in (before, after))
             rows += compare(task, its, old, new, seed=seed)
             outputs += sheet.side_by_side(task, its, old, new)
+            drifts += sheet.drift(task, old, new)
         close, floor = Fidelity(**after["fidelity"]), Fidelity(**before["fidelity"])
         blocks, served = Blocks(**after["blocks"]), Blocks(**before["blocks"])
         trust = self.trust_remote_code
@@ -93,6 +94,7 @@ class Judge:
             "blocks": {**asdict(blocks), "error_floor": served.error},
             "faults": diagnosis.faults(self._as_it_should_be(prints[0]), prints[1], blocks),
             "tasks": rows,
+            "drift": drifts,
         }
         return scores, outputs
 

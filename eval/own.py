@@ -16,6 +16,9 @@ KEYS = (
     *("data", "kind", "prompt", "metrics", "fields", "chat", "max_new_tokens", "first_line"),
     *("window", "haystack", "lengths", "depths"),
 )
+MEASURES = ("fidelity", "blocks")
+"""What both models are judged by beside tasks."""
+
 NUMBERS = {"max_new_tokens": 32, "window": 1024}
 
 
@@ -33,9 +36,10 @@ def named(names: list[str]) -> list[Task]:
         )
     tasks = [known[name] if name in known else read(Path(name).expanduser()) for name in names]
     for i, task in enumerate(tasks):
-        if task.name in (*known, *(t.name for t in tasks[:i])) and is_file(names[i]):
+        taken = (*known, *MEASURES, *(t.name for t in tasks[:i]))
+        if is_file(names[i]) and task.name in taken:
             raise UserError(
-                f"score.tasks: {names[i]} has the name of another task, {task.name}; name the file "
+                f"score.tasks: {names[i]} has a name that is taken, {task.name}; name the file "
                 "otherwise"
             )
     return tasks
@@ -112,6 +116,12 @@ def _problems(found: Any) -> list[str]:
     for name in (n for n in NUMBERS if n in found):
         if not isinstance(found[name], int) or found[name] < 1:
             problems.append(f"{name} is {found[name]!r}; wanted a whole number, at least 1")
+    for name, kind_of, least, most in (("lengths", int, 1, 10**9), ("depths", int | float, 0, 1)):
+        values = found.get(name, [least])
+        if not isinstance(values, list) or not all(
+            isinstance(value, kind_of) and least <= value <= most for value in values
+        ):
+            problems.append(f"{name} is {values!r}; wanted a list of numbers, {least} to {most}")
     if not isinstance(found.get("fields", {}), dict):
         problems.append(f"fields is {found['fields']!r}; wanted ours: theirs, a line each")
     return problems

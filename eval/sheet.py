@@ -3,10 +3,11 @@
 import random
 from typing import Any
 
-from compress.eval import rules
+from compress.eval import checks, rules
 from compress.eval.answers import Answer, each, score
 from compress.eval.items import Item
 from compress.eval.tasks import Task
+from compress.eval.text import units
 
 PROMPT = 1000  # characters of a prompt that are shown
 
@@ -37,6 +38,31 @@ def side_by_side(
             "broken_after": rules.broken(item.rules, new.text),
         }
         for item, old, new, old_score, new_score in zip(items, before, after, *scores, strict=True)
+    ]
+
+
+def drift(task: Task, before: list[Answer], after: list[Answer]) -> list[dict[str, Any]]:
+    """How what was written changed, whether right or not; a record, or none of what is not written.
+
+    same: answers equal to the letter. length: mean words (Chinese: characters) an answer. loops:
+    answers that repeat themselves.
+    """
+    if task.kind in ("choice", "cloze", "perplexity"):
+        return []
+    sides = {"before": [a.text for a in before], "after": [a.text for a in after]}
+    return [
+        {
+            "name": task.name,
+            "n": len(before),
+            "same": sum(old == new for old, new in zip(*sides.values(), strict=True)),
+            "length": {
+                when: sum(len(units(text)) for text in texts) / len(texts)
+                for when, texts in sides.items()
+            },
+            "loops": {
+                when: sum(checks.loops(text) for text in texts) for when, texts in sides.items()
+            },
+        }
     ]
 
 

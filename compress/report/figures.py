@@ -41,6 +41,7 @@ def figures(run: Run) -> dict[str, Any]:
         "bits_per_weight": _bits(plan, export),
         "fidelity": score["fidelity"] if score else None,
         "tasks": score["tasks"] if score else [],
+        "drift": score["drift"] if score else [],
         "faults": score["faults"] if score else [],
         "blocks": score["blocks"] if score else None,
         "gate": _gate(config.score.gate, score),

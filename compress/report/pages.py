@@ -1,8 +1,10 @@
 """The figures as a page and as Markdown, drawn from what report.json holds alone."""
 
+import csv
+import io
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,23 @@ from compress.report.tasks import change, label, unseen_loss
 
 TEMPLATES = Path(__file__).with_name("templates")
 
+SHEET = (
+    *("task", "id", "why", "prompt", "references", "before", "after"),
+    *("metric", "score_before", "score_after", "broken_before", "broken_after"),
+)
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
 BROKEN = {
     "contains": "lacks what was asked for",
     "not_empty": "is empty",
     "no_garbage": "holds broken characters",
     "no_loop": "repeats itself",
-    "json": "is not JSON",
+    "json": "is not the JSON that was asked for",
+    "python": "is not Python that parses",
+    "csv": "is not the table that was asked for",
+    "matches": "has not the form that was asked for",
+    "lines": "has not as many lines as were asked for",
+    "most_words": "is longer than was asked for",
 }
 """Rules of boundary cases (eval/rules.py), in words for an answer that breaks them."""
 
@@ -36,6 +49,22 @@ def comparison_page(comparison: Mapping[str, Any]) -> str:
     style = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
     template = _environment(True).get_template("comparison.html.jinja")
     return template.render(c=comparison, style=style)
+
+
+def sheet(outputs: Sequence[Mapping[str, Any]]) -> str:
+    """report.outputs.csv: the outputs side by side, with a column for a person's mark.
+
+    A cell that a spreadsheet would take for a formula starts with an apostrophe, since models and
+    prompts may write anything.
+    """
+    table = io.StringIO()
+    writer = csv.writer(table)
+    writer.writerow([*SHEET, "mark"])
+    for output in outputs:
+        cells = [output.get(name, "") for name in SHEET]
+        texts = [" | ".join(c) if isinstance(c, list) else str(c) for c in cells]
+        writer.writerow([*(f"'{t}" if t[:1] in FORMULA else t for t in texts), ""])
+    return table.getvalue()
 
 
 def short(figures: Mapping[str, Any]) -> str:

@@ -230,6 +230,15 @@ def score() -> dict[str, Any]:
             "head_scheme": None,
         },
         "faults": [],
+        "drift": [
+            {
+                "name": "summaries",
+                "n": 12,
+                "same": 3,
+                "length": {"before": 21.5, "after": 24.25},
+                "loops": {"before": 0, "after": 2},
+            }
+        ],
         "tasks": [dict(zip(keys, row, strict=True)) for row in rows],
     }
 

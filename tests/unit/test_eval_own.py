@@ -26,14 +26,14 @@ def test_a_generation_task_in_a_few_lines(tmp_path: Path) -> None:
         "kind: generation\nprompt: 'Invoice: {text} Who sent it?'\nmetrics: [exact_match, f1]\n",
         {"text": "ACME, 30 March", "references": "ACME"},
         "",
-        {"text": "{text}", "references": ["Borg", "Borg Ltd"], "id": "second"},
+        {"text": "{text}\u2028", "references": ["Borg", "Borg Ltd"], "id": "second"},
     )
     (task,) = named([str(file)])
     assert (task.name, task.metrics, task.max_new_tokens) == ("mine", ("exact_match", "f1"), 32)
     first, second = items(task)
     assert (first.id, first.prompt) == ("mine-1", "Invoice: ACME, 30 March Who sent it?")
     assert first.references == ("ACME",)
-    assert (second.id, second.prompt) == ("second", "Invoice: {text} Who sent it?")
+    assert (second.id, second.prompt) == ("second", "Invoice: {text}\u2028 Who sent it?")
     assert second.references == ("Borg", "Borg Ltd")
 
 
@@ -126,6 +126,8 @@ def test_each_kind_checks_what_it_needs(tmp_path: Path, kind: str, record: Any, 
         ("kind: cloze\nprompt: x\nmetrics: [f1]", "wanted a list of, for cloze, accuracy"),
         ("kind: generation\nprompt: x\nmax_new_tokens: 0", "max_new_tokens is 0; wanted a whole"),
         ("kind: generation\nprompt: {zh: x}", "no 'en'"),
+        ("kind: retrieval\nhaystack: x\ndepths: [50]", "depths is [50]; wanted a list of numbers"),
+        ("kind: retrieval\nhaystack: x\nlengths: 9", "lengths is 9; wanted a list of numbers"),
         ("kind: generation\nprompt: [", "cannot be read as YAML"),
         ("kind: retrieval\nhaystack: no.txt", "no.txt: no such file"),
     ],
@@ -142,7 +144,7 @@ def test_files_that_are_missing_or_have_a_taken_name_are_told(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"none\.yaml: cannot be read"):
         named(["none.yaml"])
     file = written(tmp_path, "kind: perplexity\n", {"text": "a"}, name="knowledge")
-    with pytest.raises(UserError, match="has the name of another task, knowledge"):
+    with pytest.raises(UserError, match="has a name that is taken, knowledge"):
         named(["knowledge", str(file)])
     (tmp_path / "knowledge.jsonl").write_text("\n")
     with pytest.raises(UserError, match="no lines; wanted one JSON object a line"):

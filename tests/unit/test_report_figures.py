@@ -84,7 +84,12 @@ def test_stage_writes_three_files(run: SimpleNamespace, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     metrics = Report().run(run, out)
-    assert sorted(f.name for f in out.iterdir()) == ["report.html", "report.json", "report.md"]
+    assert sorted(f.name for f in out.iterdir()) == [
+        "report.html",
+        "report.json",
+        "report.md",
+        "report.outputs.csv",
+    ]
     found = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert found == json.loads(json.dumps(figures(run)))
     assert (out / "report.html").read_text(encoding="utf-8") == page(found)

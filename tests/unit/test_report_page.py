@@ -1,5 +1,7 @@
 """The page and the Markdown: whole, offline, showing the figures and no more."""
 
+import csv
+import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +10,7 @@ import pytest
 from report_run import EVIL, STAGES, Tags, fixture
 
 from compress.report.figures import figures
-from compress.report.pages import page, short
+from compress.report.pages import page, sheet, short
 
 
 @pytest.fixture
@@ -133,3 +135,20 @@ def test_seconds_by_part_of_a_stage_that_went_on_say_so(run: SimpleNamespace) ->
     for text in (short(found), page(found)):
         said = "Of quantize, since it went on: search 12.5 s, writing 250 ms."
         assert said in text.replace("\u00a0", " ")
+
+
+def test_the_sheet_can_be_marked_and_runs_no_formula(run: SimpleNamespace) -> None:
+    outputs = [*figures(run)["outputs"], {"task": "t", "before": "=1+1", "after": '-a,"b"\nc'}]
+    rows = list(csv.DictReader(io.StringIO(sheet(outputs), newline="")))
+    assert len(rows) == 21
+    assert rows[0]["before"] == "The capital of France is Paris."
+    assert rows[0]["references"] == "Paris"
+    assert rows[4]["broken_after"] == "no_loop"
+    assert (rows[20]["before"], rows[20]["after"]) == ("'=1+1", '\'-a,"b"\nc')
+    assert {row["mark"] for row in rows} == {""}
+
+
+def test_page_says_how_what_was_written_changed(run: SimpleNamespace) -> None:
+    shown = " ".join(Tags(page(figures(run))).words)
+    assert "What was written, right or wrong" in shown
+    assert "summaries 12 3 21.5 24.2 0 2" in " ".join(shown.split())

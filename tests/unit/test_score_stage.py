@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from compress.data import Data
 from compress.errors import ConfigError, UserError
 from compress.eval import judge, sheet
+from compress.eval.answers import Answer
+from compress.eval.own import named
 from compress.source import Model
 from compress.stage import Run
 from compress.stages.score import Score
@@ -119,6 +121,17 @@ def test_scores_and_outputs_are_written(folders, text, tmp_path, loads):
     outputs = [json.loads(line) for line in lines]
     assert {o["task"] for o in outputs if o["why"] == "boundary case failed"} == {"boundary"}
     assert any(o["before"] != o["after"] for o in outputs)
+
+
+def test_what_changes_in_answers_beside_their_scores_is_counted():
+    task = named(["summaries"])[0]
+    before = [Answer("1", "Two words."), Answer("2", "no " * 20), Answer("3", "长度三")]
+    after = [Answer("1", "Two words."), Answer("2", ""), Answer("3", "三")]
+    (found,) = sheet.drift(task, before, after)
+    assert (found["n"], found["same"]) == (3, 1)
+    assert found["length"] == {"before": 25 / 3, "after": 1.0}
+    assert found["loops"] == {"before": 1, "after": 0}
+    assert sheet.drift(named(["cloze"])[0], before, after) == []
 
 
 def test_a_model_beside_itself_has_lost_nothing(folders, text, tmp_path):

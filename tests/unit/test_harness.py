@@ -1,0 +1,78 @@
+"""Our local kinds of task answer as lm-evaluation-harness does, item by item."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from compress import harness
+from compress.errors import UserError
+from compress.eval.answers import ask, score
+from compress.eval.judge import questions
+from compress.eval.own import read
+from compress.runtime.loader import load
+
+ITEMS = 100
+
+needs_harness = pytest.mark.skipif(
+    find_spec("lm_eval") is None, reason="lm-eval is not installed (pip install '.[harness]')"
+)
+
+OURS = {
+    "hellaswag": "data: {data}\nkind: choice\nprompt: '{{query}}'\n"
+    "metrics: [accuracy, normalized_accuracy]\n",
+    "lambada": "data: {data}\nkind: cloze\nprompt: '{{context}}'\nfields: {{references: target}}\n",
+}
+THEIRS: dict[str, dict[str, Any]] = {
+    "hellaswag": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{query}}",
+        "doc_to_target": "{{gold}}",
+        "doc_to_choice": "choices",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "lambada": {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{context}}",
+        "doc_to_target": "{{' '+target}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    },
+}
+FILES = {"hellaswag": "hellaswag_val.jsonl", "lambada": "lambada_openai_test.jsonl"}
+METRICS = {
+    "hellaswag": {"acc": "accuracy", "acc_norm": "normalized_accuracy"},
+    "lambada": {"acc": "accuracy"},
+}
+
+
+@needs_harness
+@pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
+@pytest.mark.parametrize("name", FILES)
+def test_every_item_is_judged_as_the_harness_does(
+    name: str, stories260k: Path, shared_data: Path, tmp_path: Path
+) -> None:
+    data = shared_data / FILES[name]
+    (tmp_path / "own.yaml").write_text(OURS[name].format(data=data))
+    tokenizer = AutoTokenizer.from_pretrained(stories260k)
+    model = load(stories260k)
+    context = model.config.max_position_embeddings
+    ((task, its),) = questions([read(tmp_path / "own.yaml")], ITEMS, tokenizer, context)
+    rows = score(task, its, ask(model, tokenizer, task, its, batch_size=1))
+    local = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+    config = {"task": name, "test_split": "test", **local, **THEIRS[name]}
+    found = harness.evaluate(stories260k, [config], limit=ITEMS, batch_size=1)
+    samples = {sample["doc"]["id"]: sample for sample in found["samples"][name]}
+    for theirs, ours in METRICS[name].items():
+        wanted = [samples[item.id][theirs] for item in its]
+        assert rows[ours][:, 0].tolist() == wanted
+        assert sum(wanted) > 0 or name == "lambada"
+
+
+def test_without_the_harness_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"pip install 'compress-llm\[harness\]'"):
+        harness.evaluate(Path("nowhere"), ["hellaswag"])
