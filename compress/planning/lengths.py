@@ -16,7 +16,7 @@ SUMMARY = 256
 """Tokens of a summary of one part of a long text."""
 
 
-def summary(requests: Sequence[Request]) -> dict[str, Any]:
+def summarized(requests: Sequence[Request]) -> dict[str, Any]:
     """How many, and the percentiles of prompts, answers and both together."""
     return {
         "count": len(requests),
@@ -44,7 +44,7 @@ def reservations(requests: Sequence[Request], clock: Clock, room: float) -> list
     found = []
     for rule, lengths in rules.items():
         sizes = [kv_bytes(clock.shape, clock.kv_cache, tokens) for tokens in lengths]
-        mean = sum(sizes) / len(sizes)
+        mean = fmean(sizes)
         found.append({"rule": rule, "bytes": mean, "requests": int(room / mean), "p80": p80})
     return found
 
@@ -55,8 +55,8 @@ def decoding(requests: Sequence[Request], clock: Clock, room: float, beams: int)
     Beams share the prompt's cache, as in engines; every step decodes all of them. Without stopping
     at the end token every answer runs to the longest of all.
     """
-    new, prompt = [r.new for r in requests], sum(r.prompt for r in requests) / len(requests)
-    mean, longest, cap = sum(new) / len(new), max(new), int(percentiles(new)["p95"])
+    new, prompt = [r.new for r in requests], fmean(r.prompt for r in requests)
+    mean, longest, cap = fmean(new), max(new), int(percentiles(new)["p95"])
 
     def size(answer: float, copies: int) -> float:
         """Bytes of a mean request with so many copies of its answer."""
@@ -102,7 +102,7 @@ def long_context(requests: Sequence[Request], clock: Clock, window: int) -> dict
     ways = {
         "extend": [[request] for request in over],
         "truncate": [[Request(_kept(request, window), request.new)] for request in over],
-        "summaries": [_summarized(request, window) for request in over],
+        "summaries": [_in_parts(request, window) for request in over],
     }
     return {
         **found,
@@ -122,12 +122,13 @@ def _kept(request: Request, window: int) -> int:
     return min(request.prompt, max(1, window - request.new))
 
 
-def _summarized(request: Request, window: int) -> list[Request]:
-    """The requests that a long one becomes."""
-    part = max(1, window - SUMMARY)
+def _in_parts(request: Request, window: int) -> list[Request]:
+    """The requests that a long one becomes. In a small window half of it is for the summary."""
+    summary = max(1, min(SUMMARY, window // 2))
+    part = max(1, window - summary)
     starts = range(0, request.prompt, part)
-    parts = [Request(min(part, request.prompt - start), SUMMARY) for start in starts]
-    return [*parts, Request(min(_kept(request, window), SUMMARY * len(parts)), request.new)]
+    parts = [Request(min(part, request.prompt - start), summary) for start in starts]
+    return [*parts, Request(min(_kept(request, window), summary * len(parts)), request.new)]
 
 
 def _cache(clock: Clock, request: Request) -> float:

@@ -48,7 +48,7 @@ def study(question: Question) -> dict[str, Any]:
     shape, memory = question.shape, question.memory
     schemes, refused = all_schemes(shape, question.engine, on_cpu=question.device.name == CPU)
     longest = max(request.total for request in question.requests)
-    mean = lengths.summary(question.requests)["total"]["mean"]
+    mean = lengths.summarized(question.requests)["total"]["mean"]
     rows = [_scheme(question, weights, longest, mean) for weights in schemes]
     fitting = [w for w, row in zip(schemes, rows, strict=True) if row["fits"]]
     if not fitting:
@@ -76,7 +76,7 @@ def study(question: Question) -> dict[str, Any]:
         "schemes": rows,
         "refused": refused,
         "base": base.scheme,
-        "requests": lengths.summary(question.requests),
+        "requests": lengths.summarized(question.requests),
         "reservations": lengths.reservations(question.requests, clock, room),
         "decoding": lengths.decoding(question.requests, clock, room, question.beams),
         "batching": _batching(question, clock, room, longest),
@@ -90,7 +90,7 @@ def _scheme(question: Question, weights: Weights, longest: int, mean: float) -> 
     shape, memory = question.shape, question.memory
     clock = Clock(shape, weights, question.device)
     parts = needed(shape, weights, "16", 1, longest)
-    prompt = round(lengths.summary(question.requests)["prompt"]["mean"])
+    prompt = round(lengths.summarized(question.requests)["prompt"]["mean"])
     room = cache_room(shape, weights, memory, longest)
     fits = largest_batch(shape, weights, "16", longest, memory) > 0
     served = simulate.continuous(question.requests, clock, room) if fits else []

@@ -286,6 +286,9 @@ def test_long_contexts_by_hand(small: Shape) -> None:
     assert ways["truncate"] == {"bytes": 1000 * token, "seconds": 100}
     # Three parts of at most 744 tokens, 256 steps each, then the answer.
     assert ways["summaries"]["seconds"] == 3 * 256 + 100
+    tight = lengths.long_context([Request(300, 10)], clock, 100)
+    # Six parts of 50 tokens, 50 steps each.
+    assert tight["ways"]["summaries"]["seconds"] == 6 * 50 + 10
 
 
 def test_requests_are_read_with_their_times(tmp_path: Path) -> None:
