@@ -125,21 +125,16 @@ def _most(served: Served, prompt: int, wanted: int | None) -> int:
 def _sampling(own: GenerationConfig, body: Common) -> Sampling | None:
     """How tokens are drawn; None: greedily. A checkpoint that samples by itself says how."""
 
-    def chosen(asked: Any, name: str, off: Any) -> Any:
-        if asked is not None:
-            return asked
-        value = getattr(own, name, None) if own.do_sample else None
-        return off if value is None else value
+    def chosen(asked: Any, name: str, otherwise: Any) -> Any:
+        found = getattr(own, name, None) if asked is None and own.do_sample else asked
+        return otherwise if found is None else found
 
-    temperature = body.temperature
-    if temperature is None:
-        temperature = chosen(None, "temperature", 1.0) if own.do_sample else 0.0
+    temperature = chosen(body.temperature, "temperature", 1.0 if own.do_sample else 0.0)
     if temperature == 0:
         return None
+    top_k, top_p = chosen(body.top_k, "top_k", 0), chosen(body.top_p, "top_p", 1.0)
     seed = secrets.randbits(32) if body.seed is None else body.seed
-    return Sampling(
-        temperature, chosen(body.top_k, "top_k", 0), chosen(body.top_p, "top_p", 1.0), seed
-    )
+    return Sampling(temperature, top_k, top_p, seed)
 
 
 async def pieces(served: Served, answer: Answer) -> AsyncGenerator[str]:

@@ -85,8 +85,8 @@ class Engine:
             max_batch_tokens=limits.batch_tokens,
             max_requests_per_batch=limits.running,
             auto_switch_to_flash=False,
-            use_cuda_graph=False,
-            allow_block_sharing=False,
+            use_cuda_graph=False,  # sampling looks at its requests on the host
+            allow_block_sharing=False,  # shared prefixes would come from another batch's rounding
         )
         self._attended_by = model.config._attn_implementation
         if self._attended_by == runtime_attention.NAME:
