@@ -146,7 +146,7 @@ def all_schemes(
         try:
             weights = weights_of(shape, spec, engine, on_cpu=on_cpu)
         except UserError as error:
-            refused[spec.scheme] = str(error)
+            refused[spec.scheme] = str(error).removeprefix(f"{spec.scheme} ")
             continue
         if weights.scheme != spec.scheme:
             refused[spec.scheme] = f"its groups do not divide this model; see {weights.scheme}"

@@ -76,6 +76,14 @@ def batching_rows(plan: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+def left_out(plan: Mapping[str, Any]) -> list[str]:
+    """The schemes that cannot be, a line a reason."""
+    by_reason: dict[str, list[str]] = {}
+    for scheme, reason in plan["refused"].items():
+        by_reason.setdefault(reason, []).append(scheme)
+    return [f"Left out: {words.listed(names)}: {why}" for why, names in by_reason.items()]
+
+
 BATCHING_HEAD = ["batching", "all", "served", "TTFT p50", "p95", "TPOT p50", "p95"]
 
 
@@ -107,14 +115,13 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     device = plan["device"]
     yield f"{plan['model']}: {words.many(plan['parameters'])} parameters, on {device['name']}"
     yield f"with {memory}, of which {words.size(plan['overhead'])} are left to driver and engine."
-    yield f"Times are predicted from {device['source']}."
+    yield f"Times are predictions: {device['source']}."
     kinds = ", ".join(f"{kind}: {words.size(size)}" for kind, size in plan["kv_cache"].items())
     yield f"KV cache a token, by serve.kv_cache: {kinds}"
     yield ""
     yield f"What fits: requests of {longest} tokens (the longest); TPOT by requests at once"
     yield from table(scheme_head(plan), scheme_rows(plan))
-    for scheme, reason in plan["refused"].items():
-        yield f"{scheme} is left out: {reason}"
+    yield from left_out(plan)
     yield ""
     yield from table([f"{plan['requests']['count']} requests, {LENGTH_HEAD[0]}", *LENGTH_HEAD[1:]],
                      length_rows(plan))  # fmt: skip

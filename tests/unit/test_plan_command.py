@@ -73,6 +73,16 @@ def test_the_page_stands_alone(config: Path, requests: Path, tmp_path: Path) -> 
     assert all(row["scheme"] in page for row in found["schemes"])
 
 
+def test_schemes_that_cannot_be_are_told_once_for_each_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "odd.json"
+    file.write_text(json.dumps(SMALL | {"hidden_size": 192, "intermediate_size": 320}))
+    main([f"model={file}", f"out={tmp_path / 'out'}"])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Left out")]
+    assert "W4A16 g128: its groups do not divide this model; see W4A16 g64" in said[0]
+
+
 def test_what_does_not_fit_is_refused_with_what_would(config: Path, tmp_path: Path) -> None:
     words = [f"model={config}", "requests=100x28", f"out={tmp_path / 'out'}"]
     with pytest.raises(UserError, match=r"takes \dMB with W4A16") as raised:
