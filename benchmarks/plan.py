@@ -59,19 +59,6 @@ def scheme_of(folder: Path, shape: Shape) -> Weights:
     sys.exit(f"{folder}: {len(specs)} linears are quantized, by no engine's rules")
 
 
-def loaded(folder: Path) -> PreTrainedModel:
-    """The model; the last token's hidden states [B, 1, H], a slice, reach the head as a copy,
-    since F.linear copies the whole weight for each of B where they are strided.
-    """
-    model = load(folder)
-
-    def copied(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
-        return (arguments[0].clone(memory_format=torch.contiguous_format),)
-
-    model.get_output_embeddings().register_forward_pre_hook(copied)
-    return model
-
-
 @torch.inference_mode()
 def answer(
     model: PreTrainedModel, batch: int, prompt: int, timer: Callable[[], float]
@@ -102,7 +89,7 @@ def measure_memory(folder: str, batch: int, prompt: int) -> dict[str, int]:
     """
     small_step(time.perf_counter, blocks=1, context=64)
     before = high_water()
-    model = loaded(Path(folder))
+    model = load(Path(folder))
     with PeakMemory() as memory:
         answer(model, batch, prompt, time.perf_counter)
     return {"before": before, "peak": memory.peak}
@@ -114,7 +101,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     timer = time.process_time if options.threads == 1 else time.perf_counter
     rows = []
     for folder in (options.model, *options.checkpoint):
-        model, weights = loaded(folder), scheme_of(folder, shape)
+        model, weights = load(folder), scheme_of(folder, shape)
         clock = Clock(shape, weights, measure_cpu(shape, timer))
         for setting in options.settings:
             batch, prompt = map(int, setting.split("x"))

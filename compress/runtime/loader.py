@@ -59,7 +59,19 @@ def load(
     if (folder / "generation_config.json").exists():
         skeleton.generation_config = GenerationConfig.from_pretrained(folder)
     attention.install(skeleton)
+    head = skeleton.get_output_embeddings()
+    if isinstance(head, nn.Linear) and skeleton.device.type == "cpu":
+        head.register_forward_pre_hook(_in_one_piece)
     return skeleton.eval().requires_grad_(False)
+
+
+def _in_one_piece(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """The head's input without the strides of the prompt that it is cut from.
+
+    With them torch's CPU product copies the whole weight: 136 ms in place of 12 for the last of 128
+    tokens of SmolLM2 in bfloat16 (one thread), most of its time to first token.
+    """
+    return (inputs[0].clone(memory_format=torch.contiguous_format),)
 
 
 def build_empty(

@@ -130,6 +130,16 @@ def test_a_dense_folder_gives_the_logits_of_transformers(source: Path) -> None:
     assert torch.equal(logits(load(source, dtype=torch.float32)), logits(wanted))
 
 
+def test_the_head_reads_the_last_token_without_the_strides_of_the_prompt(dense: Path) -> None:
+    model, seen = load(dense), []
+    head = model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].stride()))
+    ids = torch.arange(3, 63).reshape(2, 30)
+    last = model(input_ids=ids, logits_to_keep=1).logits
+    assert seen == [(64, 64, 1)]
+    assert torch.allclose(last[:, 0], model(input_ids=ids).logits[:, -1], atol=1e-5)
+
+
 def test_embeddings_stay_tied_and_a_second_copy_is_taken_as_one(
     dense: Path, tmp_path: Path
 ) -> None:
