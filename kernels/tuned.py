@@ -8,13 +8,14 @@ import functools
 import hashlib
 import json
 import os
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from compress.errors import UserError
-from compress.kernels.tiles import Gpu, Tile, bucket, default_tile, gpu_of
+from compress.kernels.tiles import LOCKS, Gpu, Tile, bucket, default_tile, gpu_of
 
 VARIABLE = "COMPRESS_CACHE"
 KERNELS = ("splits.py", "w8a8/triton.py", "wna16/triton.py", "wna16/planar.py")
@@ -26,7 +27,7 @@ def cache_file(gpu: Gpu) -> Path:
     here = Path(__file__).parent
     texts = b"".join((here / name).read_bytes() for name in KERNELS)
     versions = f"torch{torch.__version__}-{hashlib.sha256(texts).hexdigest()[:12]}"
-    return folder / "tiles" / f"{gpu.name.replace(' ', '_')}-{versions}.json"
+    return folder / "tiles" / f"{re.sub(r'[^A-Za-z0-9]+', '_', gpu.name)}-{versions}.json"
 
 
 def key(kernel: str, m: int, n: int, k: int) -> str:
@@ -65,7 +66,11 @@ def forget() -> None:
 
 def tile_for(kernel: str, m: int, n: int, k: int, steps: int, device: torch.device) -> Tile:
     """The measured tile of a launch, else the shipped one; K takes `steps` steps of the kernel."""
-    return _tile_for(kernel, bucket(m), n, k, steps, device)
+    tile = _tile_for(kernel, bucket(m), n, k, steps, device)
+    # The last bucket has no end: more tokens may be more tiles than there are locks.
+    if tile.SPLITS > 1 and tile.count(m, n) > LOCKS:
+        return replace(tile, SPLITS=1)
+    return tile
 
 
 @functools.cache

@@ -57,6 +57,19 @@ def test_tokens_share_few_buckets(m: int) -> None:
     assert regime(b) == regime(m)
 
 
+@pytest.mark.parametrize("kernel", ["w8a8", "w8a16", "w4a16"])
+@pytest.mark.parametrize("n", [64, 512, 1024])
+def test_more_tokens_than_the_last_bucket_never_lack_locks(kernel: str, n: int) -> None:
+    pytest.importorskip("triton", reason="triton is installed on Linux only")
+    from compress.kernels.tuned import tile_for
+
+    for m in (4096, 4097, 20_000, 200_000):
+        tile = tile_for(kernel, m, n, 4096, 32, torch.device("cpu"))
+        assert tile.SPLITS == 1 or tile.count(m, n) <= LOCKS
+    # Without the limit, 200000 tokens would share K as 4096 do.
+    assert tile_for(kernel, 4096, 64, 4096, 32, torch.device("cpu")).SPLITS > 1
+
+
 def test_a_measured_tile_goes_before_the_shipped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
