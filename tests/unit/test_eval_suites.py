@@ -9,7 +9,7 @@ from compress.errors import UserError
 from compress.eval.items import items, records
 from compress.eval.metrics import metric
 from compress.eval.own import named
-from compress.eval.rules import holds
+from compress.eval.rules import broken, holds
 from compress.eval.tasks import SUITES, TASKS, shortened
 from compress.eval.text import contains, has_cjk
 
@@ -103,6 +103,9 @@ GOOD = {
     "structured-01": '{"title": "Titanic", "year": 1997}',
     "structured-02": "```json\n[2, 4, 6, 8, 10]\n```",
     "structured-08": "2024-03-05",
+    "structured-13": "red,green,blue",
+    "structured-15": "print('hello')",
+    "structured-16": "numbers = [1, 2, 3]",
     "structured-11": "1. apple\n2. pear\n3. plum\n4. fig",
     "structured-12": "name,age\nAnn,30\nBob,25",
     "structured-14": "def double(x):\n    return 2 * x",
@@ -119,6 +122,22 @@ def test_every_rule_can_be_kept_and_broken():
         for rule in by_id[name].rules:
             assert holds(rule, answer), (name, rule)
             assert not holds(rule, ""), (name, rule)
+
+
+BAD = {
+    "structured-02": "[1, 2, 3, 4, 5]",
+    "structured-13": "Here it is: red, green, blue",
+    "structured-15": "print('bye')",
+    "structured-24": "",
+    "boundary-30": "二十四节气",
+    "boundary-48": "select every row of the table users in SQL.",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_answer_of_the_right_form_alone_is_not_enough(name):
+    by_id = {item.id: item for item in items(named([name.split("-")[0]])[0])}
+    assert broken(by_id[name].rules, BAD[name])
 
 
 def test_suites_hold_chinese():
