@@ -110,6 +110,9 @@ def _parsed(line: str) -> tuple[dict[str, Any], str]:
 
 def _problems(task: Task, record: dict[str, Any]) -> Iterator[str]:
     """What is wrong with a record, in words."""
+    if not isinstance(record.get("lang", "en"), str):
+        yield f"lang is {_short(record['lang'])}; wanted a language, such as en"
+        return
     given = {"text"} if task.kind == "retrieval" else set()
     for name in PLACE.findall(_prompt(task, record)):
         if name not in record and name not in given:
@@ -121,7 +124,7 @@ def _problems(task: Task, record: dict[str, Any]) -> Iterator[str]:
         gold = record.get("gold")
         if not _texts(choices) or len(choices) < 2 or len(set(choices)) < len(choices):
             yield f"choices is {_short(choices)}; wanted a list of two texts or more, all different"
-        elif not isinstance(gold, int) or not 0 <= gold < len(choices):
+        elif type(gold) is not int or not 0 <= gold < len(choices):  # true and false are no index
             last = len(choices) - 1
             yield f"gold is {_short(gold)}; wanted the index of the right choice, 0 to {last}"
     elif task.kind in ("cloze", "retrieval") or (
@@ -135,8 +138,11 @@ def _problems(task: Task, record: dict[str, Any]) -> Iterator[str]:
         yield f"entities is {_short(record.get('entities'))}; wanted a list of texts, not empty"
     if task.kind == "retrieval" and not _texts([record.get("needle")]):
         yield f"needle is {_short(record.get('needle'))}; wanted the sentence to hide"
-    if "filler" in record and not isinstance(record.get("times"), int):
-        yield f"times is {_short(record.get('times'))}; wanted how often to repeat the filler"
+    if "filler" in record:
+        if not isinstance(record["filler"], str):
+            yield f"filler is {_short(record['filler'])}; wanted a text"
+        if type(record.get("times")) is not int:
+            yield f"times is {_short(record.get('times'))}; wanted how often to repeat the filler"
     if task.kind == "rules":
         yield from _rule_problems(record.get("rules"))
 
@@ -146,10 +152,9 @@ def _rule_problems(found: Any) -> Iterator[str]:
         yield f"rules is {_short(found)}; wanted a list of rules, not empty"
         return
     for rule in found:
-        try:
-            rules.holds(rule, "")
-        except ValueError as error:
-            yield str(error)
+        problem = rules.problem(rule)
+        if problem:
+            yield problem
 
 
 def _listed(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """A task of the user's own: a few lines of YAML beside a JSONL file of questions."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,8 @@ from compress.eval.tasks import KINDS, TASKS, Task
 PROMPTS = {"perplexity": "{text}", "retrieval": "{text}\n\n{question}"}
 """Prompts that a kind has where the file gives none."""
 
-KEYS = (
-    *("data", "kind", "prompt", "metrics", "fields", "chat", "max_new_tokens", "first_line"),
-    *("window", "haystack", "lengths", "depths"),
-)
 MEASURES = ("fidelity", "blocks")
 """What both models are judged by beside tasks."""
-
-NUMBERS = {"max_new_tokens": 32, "window": 1024}
 
 
 def named(names: list[str]) -> list[Task]:
@@ -35,6 +30,9 @@ def named(names: list[str]) -> list[Task]:
             "a task of your own is named by its .yaml file"
         )
     tasks = [known[name] if name in known else read(Path(name).expanduser()) for name in names]
+    twice = [name for i, name in enumerate(names) if name in names[:i]]
+    if twice:
+        raise UserError(f"score.tasks names {', '.join(twice)} twice; wanted each once")
     for i, task in enumerate(tasks):
         taken = (*known, *MEASURES, *(t.name for t in tasks[:i]))
         if is_file(names[i]) and task.name in taken:
@@ -54,41 +52,50 @@ def read(file: Path) -> Task:
     """The task that a YAML file describes, its data checked.
 
     data: the JSONL, beside the file unless a whole path. kind: one of KINDS. prompt: a text with
-    `{name}` for fields of a line, or one by language. The other keys are fields of Task.
-    Raises UserError for a wrong key or value, and for data as `compress.eval.items.records` does.
+    `{name}` for fields of a line, or one by language; it ends where its last line does. The other
+    keys are fields of Task. Raises UserError for a wrong key or value, and for data as
+    `compress.eval.items.records` does.
     """
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: of dates, and not UTF-8
         said = " ".join(str(error).split())
         raise UserError(f"{file}: cannot be read as YAML: {said}") from error
     problems = _problems(found)
     if problems:
         raise UserError(f"{file}: {'; '.join(problems)}")
     kind, prompt = found["kind"], found.get("prompt", PROMPTS.get(found["kind"]))
+    by_language = {"en": prompt} if isinstance(prompt, str) else prompt
     task = Task(
         name=file.stem,
         kind=kind,
         file=file.parent / Path(found["data"]).expanduser(),
-        prompts={"en": prompt} if isinstance(prompt, str) else prompt,
+        # YAML's block style (|) ends with a line break that nobody means as part of a prompt.
+        prompts={language: text.rstrip("\n") for language, text in by_language.items()},
         metrics=tuple(found.get("metrics", KINDS[kind][:1])),
         fields=tuple(found.get("fields", {}).items()),
         chat=found.get("chat", kind in ("generation", "retrieval", "rules")),
         first_line=found.get("first_line", False),
-        **{name: found.get(name, value) for name, value in NUMBERS.items()},
-        **_retrieval(found, file.parent),
+        max_new_tokens=found.get("max_new_tokens", 32),
+        window=found.get("window", 1024),
+        **_retrieval(found, file),
     )
-    if task.haystack is not None and not task.haystack.is_file():
-        raise UserError(f"{file}: haystack {task.haystack}: no such file")
     records(task)
     return task
 
 
-def _retrieval(found: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _retrieval(found: dict[str, Any], file: Path) -> dict[str, Any]:
     if found["kind"] != "retrieval":
         return {}
+    haystack = file.parent / Path(found["haystack"]).expanduser()
+    try:
+        empty = not haystack.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: haystack {haystack}: cannot be read as text: {error}") from error
+    if empty:
+        raise UserError(f"{file}: haystack {haystack} is empty; wanted a text to hide needles in")
     return {
-        "haystack": folder / Path(found["haystack"]).expanduser(),
+        "haystack": haystack,
         "lengths": tuple(found.get("lengths", (512, 1024, 2048))),
         "depths": tuple(found.get("depths", (0.0, 0.5, 1.0))),
     }
@@ -100,28 +107,75 @@ def _problems(found: Any) -> list[str]:
         return [f"wanted keys and values: {', '.join(KEYS)}"]
     problems = [f"no key {key!r}; there are {', '.join(KEYS)}" for key in found if key not in KEYS]
     kind = found.get("kind")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         return [*problems, f"kind is {kind!r}; wanted one of {', '.join(KINDS)}"]
     needed = ["data", *(["prompt"] if kind not in PROMPTS else [])]
     needed += ["haystack"] if kind == "retrieval" else []
     problems += [f"{key} is missing" for key in needed if not found.get(key)]
-    prompt = found.get("prompt", "")
-    if isinstance(prompt, dict) and "en" not in prompt:
-        problems.append("prompt by language has no 'en', which the others fall back on")
-    metrics = found.get("metrics", KINDS[kind][:1])
-    wrong = [name for name in metrics if name not in KINDS[kind]]
-    if wrong or not isinstance(metrics, list | tuple) or not metrics:
+    problems += [
+        f"{key} is {found[key]!r}; wanted {wanted}"
+        for key, (wanted, is_right) in VALUES.items()
+        if key in found and not is_right(found[key])
+    ]
+    if "metrics" in found and not _is_list(found["metrics"], lambda name: name in KINDS[kind]):
         known = ", ".join(KINDS[kind])
-        problems.append(f"metrics is {metrics!r}; wanted a list of, for {kind}, {known}")
-    for name in (n for n in NUMBERS if n in found):
-        if not isinstance(found[name], int) or found[name] < 1:
-            problems.append(f"{name} is {found[name]!r}; wanted a whole number, at least 1")
-    for name, kind_of, least, most in (("lengths", int, 1, 10**9), ("depths", int | float, 0, 1)):
-        values = found.get(name, [least])
-        if not isinstance(values, list) or not all(
-            isinstance(value, kind_of) and least <= value <= most for value in values
-        ):
-            problems.append(f"{name} is {values!r}; wanted a list of numbers, {least} to {most}")
-    if not isinstance(found.get("fields", {}), dict):
-        problems.append(f"fields is {found['fields']!r}; wanted ours: theirs, a line each")
+        problems.append(f"metrics is {found['metrics']!r}; wanted a list of, for {kind}, {known}")
     return problems
+
+
+def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(holds, value))
+
+
+def _is_number(value: Any, least: float, most: float, *, whole: bool = False) -> bool:
+    numbers = (int,) if whole else (int, float)
+    return type(value) in numbers and least <= value <= most  # not true or false
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "en" in value and _are_texts(value)
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(text, str) for pair in value.items() for text in pair
+    )
+
+
+VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "data": ("the name of a file", _is_text),
+    "prompt": ("a text, or one by language with 'en', which the others fall back on", _is_prompt),
+    "fields": ("ours: theirs, a line each", _are_texts),
+    "chat": ("true or false", _is_flag),
+    "first_line": ("true or false", _is_flag),
+    "max_new_tokens": (
+        "a whole number, at least 1",
+        lambda value: _is_number(value, 1, 10**9, whole=True),
+    ),
+    "window": (
+        "a whole number, at least 2",
+        lambda value: _is_number(value, 2, 10**9, whole=True),
+    ),
+    "haystack": ("the name of a file", _is_text),
+    "lengths": (
+        "a list of numbers of tokens, at least 1",
+        lambda value: _is_list(value, lambda n: _is_number(n, 1, 10**9, whole=True)),
+    ),
+    "depths": (
+        "a list of numbers, 0 to 1",
+        lambda value: _is_list(value, lambda n: _is_number(n, 0, 1)),
+    ),
+}
+"""Of each key: what is wanted, in words, and whether a value is that."""
+
+KEYS = ("data", "kind", "prompt", "metrics", *(k for k in VALUES if k not in ("data", "prompt")))

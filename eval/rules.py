@@ -10,10 +10,55 @@ value; an object of exactly these `keys`, or an array of `length`), python (pars
 import csv
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from compress.eval import checks
 from compress.eval.text import contains, units
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_pattern(value: Any) -> bool:
+    try:
+        re.compile(value)
+    except (re.error, TypeError):
+        return False
+    return True
+
+
+FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "any": ("a list of texts", _is_texts),
+    "keys": ("a list of texts", _is_texts),
+    "length": ("a whole number", _is_count),
+    "rows": ("a whole number", _is_count),
+    "columns": ("a whole number", _is_count),
+    "count": ("a whole number", _is_count),
+    "pattern": ("a regular expression", _is_pattern),
+}
+"""What a rule says beside its name: in words, and whether a value is that."""
+
+
+def problem(rule: Any) -> str | None:
+    """What is wrong with a rule, in words, or None."""
+    if not isinstance(rule, dict):
+        return f"rule {rule!r}; wanted an object with the name of a rule"
+    for name, value in rule.items():
+        if name != "rule" and name not in FIELDS:
+            return f"rule {rule!r} has no place for {name}"
+        if name != "rule" and not FIELDS[name][1](value):
+            return f"rule {rule!r}: {name} is {value!r}; wanted {FIELDS[name][0]}"
+    try:
+        holds(rule, "")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _occurs(wanted: str, text: str) -> bool:

@@ -103,9 +103,16 @@ def test_wrong_data_is_told_by_file_line_and_reason(tmp_path: Path, record: Any,
         ("choice", {"choices": ["a", "a"], "gold": 0}, "all different"),
         ("choice", {"choices": ["a", "b"], "gold": 2}, "gold is 2; wanted the index of the right"),
         ("choice", {"choices": ["a", "b"]}, "gold is missing; wanted"),
+        ("choice", {"choices": ["a", "b"], "gold": True}, "gold is true; wanted the index"),
         ("cloze", {"references": ["a", "b"]}, "wanted one text"),
+        ("cloze", {"references": "a", "lang": ["en"]}, 'lang is ["en"]; wanted a language'),
         ("rules", {"rules": []}, "wanted a list of rules"),
         ("rules", {"rules": [{"rule": "polite"}]}, "no rule {'rule': 'polite'}"),
+        ("rules", {"rules": ["not_empty"]}, "rule 'not_empty'; wanted an object"),
+        ("rules", {"rules": [{"rule": "contains", "any": "yes"}]}, "any is 'yes'; wanted a list"),
+        ("rules", {"rules": [{"rule": "matches", "pattern": "("}]}, "wanted a regular expression"),
+        ("rules", {"rules": [{"rule": "lines", "count": "3"}]}, "count is '3'; wanted a whole"),
+        ("rules", {"rules": [{"rule": "json", "key": ["a"]}]}, "has no place for key"),
         ("rules", {"rules": [{"rule": "not_empty"}], "filler": "x"}, "times is missing"),
     ],
 )
@@ -125,19 +132,42 @@ def test_each_kind_checks_what_it_needs(tmp_path: Path, kind: str, record: Any, 
         ("kind: cloze\nprompt: x\nmetric: f1", "no key 'metric'; there are data, kind, prompt"),
         ("kind: cloze\nprompt: x\nmetrics: [f1]", "wanted a list of, for cloze, accuracy"),
         ("kind: generation\nprompt: x\nmax_new_tokens: 0", "max_new_tokens is 0; wanted a whole"),
-        ("kind: generation\nprompt: {zh: x}", "no 'en'"),
+        ("kind: generation\nprompt: {zh: x}", "wanted a text, or one by language with 'en'"),
+        ("kind: generation\nprompt: [x]", "prompt is ['x']; wanted a text"),
+        ("kind: [cloze]\nprompt: x", "kind is ['cloze']; wanted one of"),
+        ("kind: cloze\nprompt: x\nmetrics: 3", "metrics is 3; wanted a list of, for cloze"),
+        ("kind: cloze\nprompt: x\nmetrics:", "metrics is None; wanted a list of, for cloze"),
+        ("kind: cloze\nprompt: x\nfields: {text: [a]}", "wanted ours: theirs"),
+        ("kind: cloze\nprompt: x\nchat: 'no'", "chat is 'no'; wanted true or false"),
+        ("kind: cloze\nprompt: x\ndate: 2024-99-99", "cannot be read as YAML: month must be"),
+        ("kind: perplexity\nwindow: 1", "window is 1; wanted a whole number, at least 2"),
+        ("kind: perplexity\nwindow: true", "window is True; wanted"),
+        ("kind: retrieval\nhaystack: x\nlengths: []", "lengths is []; wanted a list of numbers"),
         ("kind: retrieval\nhaystack: x\ndepths: [50]", "depths is [50]; wanted a list of numbers"),
         ("kind: retrieval\nhaystack: x\nlengths: 9", "lengths is 9; wanted a list of numbers"),
         ("kind: generation\nprompt: [", "cannot be read as YAML"),
-        ("kind: retrieval\nhaystack: no.txt", "no.txt: no such file"),
+        ("kind: retrieval\nhaystack: no.txt", "no.txt: cannot be read as text"),
+        ("kind: retrieval\nhaystack: blank.txt", "blank.txt is empty; wanted a text"),
     ],
 )
 def test_a_wrong_description_is_told_by_its_key(tmp_path: Path, yaml: str, said: str) -> None:
+    (tmp_path / "blank.txt").write_text(" \n")
     file = written(tmp_path, yaml, {"text": "a"})
     with pytest.raises(UserError, match=r"mine\.yaml: ") as error:
         read(file)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_prompt_in_block_style_ends_with_its_last_line(tmp_path: Path) -> None:
+    yaml = "kind: cloze\nprompt: |\n  {text}\n\n  Answer:\n"
+    file = written(tmp_path, yaml, {"text": "Well?", "references": "yes"})
+    assert items(read(file))[0].prompt == "Well?\n\nAnswer:"
+
+
+def test_a_task_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(UserError, match=r"score\.tasks names cloze twice; wanted each once"):
+        named(["cloze", "knowledge", "cloze"])
 
 
 def test_files_that_are_missing_or_have_a_taken_name_are_told(tmp_path: Path) -> None:
