@@ -92,7 +92,7 @@ class Judge:
         scores = {
             "fidelity": _fidelity(close, floor, seed),
             "blocks": {**asdict(blocks), "error_floor": served.error},
-            "faults": diagnosis.faults(self._as_it_should_be(prints[0]), prints[1], blocks),
+            "faults": diagnosis.faults(self._as_it_should_be(prints[0]), prints[1], blocks, served),
             "tasks": rows,
             "drift": drifts,
         }

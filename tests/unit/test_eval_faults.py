@@ -125,25 +125,35 @@ def test_blocks_are_judged_one_by_one(dense: Path, tmp_path: Path) -> None:
     assert blocks["head_kl"] < 1e-3
 
 
+SERVED = Blocks([0.01, 0.01, 0.01], [1.0, 1.0, 1.0], 0.0001)
 RIGHT = Fingerprint({"a": 0, "b": 1}, ((0, 1),), True, "{{ x }}", {"rope_theta": 1e4})
 
 
 def test_what_is_as_it_should_be_has_no_fault() -> None:
     even = Blocks([0.2, 0.25, 0.3], [1.0, 0.9, 0.9], 0.001)
-    assert faults(RIGHT, RIGHT, even) == []
+    assert faults(RIGHT, RIGHT, even, SERVED) == []
+
+
+def test_what_arithmetic_alone_costs_is_no_fault() -> None:
+    coarse = Blocks([0.02, 0.4, 0.02], [1.0, 1.0, 1.0], 0.009)
+    served = Blocks([0.02, 0.35, 0.02], [1.0, 1.0, 1.0], 0.006)
+    assert faults(RIGHT, RIGHT, coarse, served) == []
+    names = [fault["name"] for fault in faults(RIGHT, RIGHT, coarse, SERVED)]
+    assert names == ["LM head", "block"]
 
 
 def test_a_tokenizer_that_is_gone_is_one_fault_not_three() -> None:
     gone = Fingerprint({}, (), False, "{{ x }}", {"rope_theta": 1e4})
-    found = faults(RIGHT, gone, Blocks([0.1], [1.0], 0.0))
+    found = faults(RIGHT, gone, Blocks([0.1] * 3, [1.0] * 3, 0.0), SERVED)
     assert [fault["name"] for fault in found] == ["tokenizer"]
 
 
 def test_a_head_that_is_quantized_is_named_with_its_scheme() -> None:
-    (fault,) = faults(RIGHT, RIGHT, Blocks([0.1], [1.0], 0.06, "W4A16 g64"))
+    (fault,) = faults(RIGHT, RIGHT, Blocks([0.1] * 3, [1.0] * 3, 0.06, "W4A16 g64"), SERVED)
     assert "KL of 0.060 nats a token: it is stored in W4A16 g64" in fault["text"]
 
 
 def test_errors_that_are_not_finite_are_faults() -> None:
-    found = faults(RIGHT, RIGHT, Blocks([0.1, float("nan"), 0.1], [1.0, float("nan"), 1.0], 0.0))
+    broken = Blocks([0.1, float("nan"), 0.1], [1.0, float("nan"), 1.0], 0.0)
+    found = faults(RIGHT, RIGHT, broken, SERVED)
     assert [fault["name"] for fault in found] == ["block"]
