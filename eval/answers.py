@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp
+from math import exp, isnan
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,7 @@ def _fill(who: Asked, task: Task, items: list[Item]) -> list[Answer]:
     rows = []
     for item in items:
         prompt, wanted = as_asked(task, item, who.tokenizer), item.references[0]
-        rows.append(likelihood.encode(prompt, likelihood.spaced(wanted), who.tokenizer))
+        rows.append(likelihood.encode(prompt, likelihood.spaced(prompt, wanted), who.tokenizer))
     return [
         Answer(
             item.id,
@@ -190,8 +190,12 @@ def total(name: str) -> Callable[[Rows], float]:
 
 
 def _token_probability(summed: Rows) -> float:
-    """The geometric mean of the probability of a token, in percent: 100 over the perplexity."""
-    return 100 * exp(summed[0] / summed[1])
+    """The geometric mean of the probability of a token, in percent: 100 over the perplexity.
+
+    0 where a likelihood is not a number: a model that gives none finds nothing likely.
+    """
+    mean = summed[0] / summed[1]
+    return 0.0 if isnan(mean) else 100 * exp(mean)
 
 
 def each(name: str, rows: Rows) -> NDArray[np.float64]:

@@ -98,13 +98,17 @@ def pieces(
     """`text` as rows for `scored` of at most `window` tokens, in which every token is scored once.
 
     The first token follows a beginning-of-sequence token (where there is none, the end-of-sequence
-    token); each further piece, the last token of the one before (lm-evaluation-harness's rolling
-    likelihood with a context of one token).
+    token); each further piece, the last token of the one before; what is left at the end, as much
+    as fits a window (lm-evaluation-harness's rolling likelihood with a context of one token).
     """
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     ids = [first, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
-    step = window - 1
-    return [(ids[i : i + window], 1) for i in range(0, len(ids) - 1, step)]
+    rows = []
+    for scored_before in range(1, len(ids), window - 1):
+        end = min(scored_before + window - 1, len(ids))
+        begin = max(0, end - window)
+        rows.append((ids[begin:end], scored_before - begin))
+    return rows
 
 
 def _right_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -117,9 +121,12 @@ def _right_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def spaced(choice: str) -> str:
-    """A choice as it continues a prompt: after a space, but for Chinese, which has none."""
-    return choice if has_cjk(choice) else f" {choice}"
+def spaced(prompt: str, choice: str) -> str:
+    """A choice as it continues a prompt: after a space, unless white space stands there already.
+
+    Chinese has no spaces.
+    """
+    return choice if has_cjk(choice) or prompt[-1:].isspace() else f" {choice}"
 
 
 def of_choices(
@@ -131,6 +138,8 @@ def of_choices(
     kv_cache: str = "16",
 ) -> list[list[float]]:
     """For each (prompt, choices): the log-likelihood of every choice, in nats."""
-    pairs = [(prompt, spaced(choice)) for prompt, choices in questions for choice in choices]
+    pairs = [
+        (prompt, spaced(prompt, choice)) for prompt, choices in questions for choice in choices
+    ]
     found = iter(log_likelihoods(model, tokenizer, pairs, batch_size=batch_size, kv_cache=kv_cache))
     return [[next(found) for _ in choices] for _, choices in questions]

@@ -27,16 +27,20 @@ def units(text: str) -> list[str]:
 def normalized(text: str) -> list[str]:
     """`units` without articles and without commas in numbers: what exact match compares.
 
-    The normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), extended to Chinese.
+    The normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), extended to Chinese. An
+    article that stands alone stays: the letter A can be an answer.
     """
-    plain = COMMA_IN_NUMBER.sub("", text)
-    return [unit for unit in units(plain) if unit not in ARTICLES]
+    found = units(COMMA_IN_NUMBER.sub("", text))
+    return [unit for unit in found if unit not in ARTICLES] or found
 
 
 def contains(text: str, wanted: str) -> bool:
     """Whether `wanted` occurs in `text` as whole words (Chinese: characters), normalized."""
-    hay, needle = normalized(text), normalized(wanted)
-    return any(hay[i : i + len(needle)] == needle for i in range(len(hay) - len(needle) + 1))
+    needle = normalized(wanted)
+    hay = units(text) if ARTICLES.issuperset(needle) else normalized(text)
+    return bool(needle) and any(
+        hay[i : i + len(needle)] == needle for i in range(len(hay) - len(needle) + 1)
+    )
 
 
 def f1(prediction: str, reference: str) -> float:

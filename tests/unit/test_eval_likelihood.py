@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -11,7 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from compress.eval.answers import Answer, ask, fitting, score, total
 from compress.eval.items import Item, as_asked, items
-from compress.eval.likelihood import encode, log_likelihoods, of_choices, pieces, scored
+from compress.eval.likelihood import (
+    encode,
+    log_likelihoods,
+    of_choices,
+    pieces,
+    scored,
+    spaced,
+)
 from compress.eval.own import named
 from compress.eval.tasks import Task
 
@@ -120,6 +128,17 @@ def test_choices_are_scored_in_their_order(model):
     assert found[1][0] == pytest.approx(one_by_one(model, tokenizer, "首都是", "北京"), rel=1e-4)
 
 
+def test_no_space_is_added_where_one_stands():
+    assert spaced("Answer:", "yes") == " yes"
+    assert spaced("Answer: ", "yes") == spaced("Answer:\n", "yes") == "yes"
+    assert spaced("答案：", "是") == "是"
+
+
+def test_a_likelihood_that_is_no_number_is_no_probability():
+    assert total("likelihood")(np.array([-2.0, 2.0])) == pytest.approx(100 / math.e)
+    assert total("likelihood")(np.array([np.nan, 2.0])) == 0.0
+
+
 def choice_task(*metrics):
     return replace(named(["knowledge"])[0], metrics=metrics)
 
@@ -157,8 +176,9 @@ def test_a_text_is_read_in_windows_that_score_every_token_once(model, window):
     tokenizer = make_tokenizer(bos=True)
     ids = tokenizer("A text of thirty-one characters.").input_ids
     rows = pieces("A text of thirty-one characters.", tokenizer, window)
-    assert all(len(row) <= window and start == 1 for row, start in rows)
-    assert [token for row, _ in rows for token in row[1:]] == ids[1:]
+    assert all(len(row) == min(window, len(ids)) for row, _ in rows)
+    assert all(start == 1 for _, start in rows[:-1])
+    assert [token for row, start in rows for token in row[start:]] == ids[1:]
     assert rows[0][0][0] == 256
     task = Task("t", "perplexity", {"en": "{text}"}, ("likelihood",), Path(), window=window)
     its = [Item("x", "A text of thirty-one characters.")]

@@ -46,6 +46,14 @@ def test_normalized_text_has_no_articles_and_no_commas_in_numbers():
     assert normalized("1,2,3") == ["1", "2", "3"]
 
 
+def test_a_letter_that_is_an_article_can_be_an_answer():
+    found = metric("exact_match").rows(["A.", "", "the", "B"], [["A"]] * 4)[:, 0]
+    assert found.tolist() == [1, 0, 0, 0]
+    assert contains("It is A.", "A")
+    assert not contains("It is B.", "A")
+    assert not contains("It is B.", "?")
+
+
 def test_bleu_is_that_of_sacrebleu():
     streams = [list(stream) for stream in zip(*REFERENCES, strict=True)]
     expected = BLEU().corpus_score(HYPOTHESES, streams).score
