@@ -106,6 +106,7 @@ def served(settings: Options) -> Served:
         metrics=Metrics(engine),
         defaults=model.generation_config,
         end_tokens=end_tokens,
+        vocabulary=model.get_input_embeddings().num_embeddings,
         context=context,
         prompt_tokens=min(settings.prompt_tokens or context, context - 1),
         new_tokens=min(settings.new_tokens or context, context - 1),

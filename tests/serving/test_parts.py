@@ -12,6 +12,8 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     GenerationConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -20,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from compress.errors import UserError
 from compress.runtime import attention
 from compress.runtime.server.attention import mask
-from compress.runtime.server.engine import Engine, Limits
+from compress.runtime.server.engine import Engine, Limits, Load
 from compress.runtime.server.sampling import Sampling, draw_scores
 from compress.runtime.server.text import Decoder, Stop
 
@@ -118,6 +120,44 @@ def test_a_model_that_cannot_be_served_is_told_in_one_line() -> None:
         Engine(model, [], Limits())
 
 
+def test_attention_sinks_are_refused_not_left_out() -> None:
+    model = GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+        )
+    )
+    with pytest.raises(UserError, match=r"gpt_oss: .* does not support `s_aux`; wanted layers"):
+        asyncio.run(Engine(model, [], Limits()).start())
+
+
+def test_requests_that_are_given_up_leave_nothing_behind() -> None:
+    async def run() -> int:
+        engine = Engine(small(), [], Limits(running=2, waiting=1, kv_tokens=256))
+        await engine.start()
+        try:
+            for _ in range(8):
+                tokens = engine.tokens([3] * 20, 100)
+                await anext(tokens)
+                await tokens.aclose()
+            async for _ in engine.tokens([3], 2):
+                pass
+            assert engine.load() == Load(0, 0, 0)
+            assert not engine._manager.output_router.result_handlers
+            return engine._manager.output_router.output_queue.qsize()
+        finally:
+            await engine.stop()
+
+    assert asyncio.run(run()) <= 2  # of the last one
+
+
 def test_what_shows_at_the_first_token_is_told_in_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -133,7 +173,7 @@ def test_what_shows_at_the_first_token_is_told_in_one_line(
         )
     )
     for limits, reason in (
-        (Limits(), "`sdpa` attention does not support `softcap`"),
+        (Limits(), "`sdpa` attention by request does not support `softcap`"),
         (Limits(kv_tokens=1 << 40), "Memory footprint"),
     ):
         with pytest.raises(UserError, match=f"gemma2: .* cannot serve this model: {reason}"):
@@ -188,21 +228,18 @@ def test_a_character_that_stays_unfinished_is_shown_at_the_end(folder: Path) -> 
     strings=st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=2),
 )
 def test_nothing_past_a_stop_string_is_shown(pieces: list[str], strings: list[str]) -> None:
-    whole = "".join(pieces)
     stop = Stop(strings)
-    shown = ""
+    read, shown, wanted = "", "", None
     for piece in pieces:
+        read += piece
         shown += stop.feed(piece)
-        if stop.hit:
+        starts = [at for s in strings if (at := read.find(s)) >= 0]
+        if starts:
+            wanted = read[: min(starts)]
             break
-    shown += stop.rest()
-    ends = [at for s in strings if (at := whole.find(s)) >= 0]
-    assert stop.hit == bool(ends)
-    if not ends:
-        assert shown == whole
-    else:
-        assert whole.startswith(shown)
-        assert not any(string in shown for string in strings)
+    assert stop.hit == (wanted is not None)
+    shown += stop.feed("a" if stop.hit else "") + stop.rest()
+    assert shown == (read if wanted is None else wanted)
 
 
 @pytest.mark.parametrize("keys", [1, 7, 65])

@@ -5,6 +5,7 @@ import json
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from transformers import AutoTokenizer
 from compress import serve
 from compress.runtime.generate import generate
 from compress.runtime.loader import load
+from compress.runtime.server.answers import begin
+from compress.runtime.server.errors import Refusal
+from compress.runtime.server.protocol import Completion
 from tests.serving.conftest import NAME, Running, running
 
 PROMPTS = [
@@ -110,6 +114,8 @@ def test_a_chat_goes_through_the_template(server: Running) -> None:
         pieces = [event.choices[0].delta for event in stream]
     assert pieces[0].role == "assistant"
     assert "".join(piece.content or "" for piece in pieces) == said
+    again = [*messages, whole.choices[0].message, {"role": "user", "content": "Then"}]
+    assert server.client.chat.completions.create(**asked | {"messages": again}).choices[0]
     with pytest.raises(BadRequestError, match="ends with an answer"):
         server.client.chat.completions.create(
             model=NAME, messages=[{"role": "assistant", "content": "Yes."}]
@@ -118,12 +124,11 @@ def test_a_chat_goes_through_the_template(server: Running) -> None:
 
 def test_a_stop_string_ends_the_answer_before_it(server: Running) -> None:
     text = complete(server.client, PROMPTS[0], max_tokens=60).choices[0].text
-    stop = text[20:24]
-    for answer in (
-        complete(server.client, PROMPTS[0], max_tokens=60, stop=["zzz", stop]).choices[0],
-        complete(server.client, PROMPTS[0], max_tokens=60, stop=stop).choices[0],
-    ):
-        assert answer.text == text[: text.index(stop)]
+    # One character each: where it stands inside a token, the token's start is shown, and once.
+    for stop in (text[20:24], ["zzz", text[20:24]], *text[20:26]):
+        answer = complete(server.client, PROMPTS[0], max_tokens=60, stop=stop).choices[0]
+        found = stop[-1] if isinstance(stop, list) else stop
+        assert answer.text == text[: text.index(found)]
         assert answer.finish_reason == "stop"
     assert server.until(lambda: number(server, "requests_running") == 0)
 
@@ -171,6 +176,7 @@ def test_a_client_that_goes_away_frees_its_blocks(server: Running, stream: bool)
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": [512]}, "a token id is above 511"),
         ({"n": 2}, "n: Input should be 1"),
+        ({"stop": ""}, "stop.constrained-str: String should have at least 1 character"),
         ({"logprobs": 3}, "logprobs: Input should be null"),
         ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
         ({"extra_body": {"nonsense": 1}}, "nonsense: Extra inputs are not permitted"),
@@ -184,6 +190,14 @@ def test_what_is_beyond_the_limits_is_refused(
     assert message in caught.value.message
     assert caught.value.type == "invalid_request_error"
     assert caught.value.param == next(reversed(fields.get("extra_body", fields)))
+
+
+def test_a_tokenizer_larger_than_the_model_does_not_end_the_engine(server: Running) -> None:
+    smaller = replace(server.served, vocabulary=100)
+    for prompt in (PROMPTS[0], [5, 100]):
+        with pytest.raises(Refusal, match="a token id is above 99"):
+            begin(smaller, Completion(model=NAME, prompt=prompt))
+    assert begin(smaller, Completion(model=NAME, prompt=[5, 99])).prompt == [5, 99]
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from compress.runtime.server.text import Decoder, Stop
 class Served:
     """A checkpoint as it is served.
 
-    prompt_tokens, new_tokens: the most that a request may bring, and ask for. context: what the
-    model holds of both together, and the KV cache of one request. defaults: how the checkpoint's
-    own generation config draws tokens.
+    vocabulary: rows of the embedding. prompt_tokens, new_tokens: the most that a request may bring,
+    and ask for. context: what the model holds of both together, and the KV cache of one request.
+    defaults: how the checkpoint's own generation config draws tokens.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Served:
     metrics: Metrics
     defaults: GenerationConfig
     end_tokens: list[int]
+    vocabulary: int
     context: int
     prompt_tokens: int
     new_tokens: int
@@ -75,9 +76,7 @@ def _prompt(served: Served, body: Common) -> list[int]:
     tokenizer = served.tokenizer
     if isinstance(body, Completion):
         if isinstance(body.prompt, list):
-            if max(body.prompt) >= len(tokenizer):
-                raise Refusal(400, f"a token id is above {len(tokenizer) - 1}", param="prompt")
-            return body.prompt
+            return _known(body.prompt, served.vocabulary)
         text = body.prompt
     else:
         assert isinstance(body, Chat)
@@ -96,6 +95,13 @@ def _prompt(served: Served, body: Common) -> list[int]:
     ids: list[int] = encode(tokenizer, [text], 0)[0][0].tolist() if text else []
     if not ids:
         raise Refusal(400, "the prompt is empty", param="prompt")
+    return _known(ids, served.vocabulary)
+
+
+def _known(ids: list[int], vocabulary: int) -> list[int]:
+    """`ids`, none past the embedding: one such would end the engine for all."""
+    if max(ids) >= vocabulary:
+        raise Refusal(400, f"a token id is above {vocabulary - 1}", param="prompt")
     return ids
 
 
@@ -158,6 +164,8 @@ async def pieces(served: Served, answer: Answer) -> AsyncGenerator[str]:
                     break
         if rest := stop.feed(decoder.rest()) + stop.rest():
             yield rest
+        if stop.hit:
+            answer.finish = "stop"
         outcome = answer.finish
     except QueueFullError as error:
         outcome = "refused"

@@ -19,6 +19,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from compress.runtime import attention
 
 NAME = "each_request_alone"
+UNSERVED = ("softcap", "s_aux", "position_bias")
+"""What layers of some models hand on beside: a cap of logits, attention sinks, biases."""
 
 
 def install(model: PreTrainedModel) -> None:
@@ -38,14 +40,16 @@ def attend(
     cu_seq_lens_k: Tensor,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """The output [1, T, H, D] for `query` [1, H, T, D]; `key`, `value` hold all requests' keys.
 
     cu_seq_lens_q, cu_seq_lens_k [R + 1]: where the tokens and keys of each request begin.
-    Raises ValueError where the model caps its logits, which SDPA does not.
+    Raises ValueError where a layer hands on what SDPA does not do, or not by request.
     """
+    for name in UNSERVED:
+        if others.get(name) is not None:
+            raise ValueError(f"`sdpa` attention by request does not support `{name}`")
     outputs = []
     bounds_q, bounds_k = cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist()
     for request in range(len(bounds_q) - 1):
@@ -59,7 +63,6 @@ def attend(
             mask(tokens.stop - tokens.start, keys.stop - keys.start, sliding_window, query.device),
             scaling=scaling,
             is_causal=True,
-            softcap=softcap,
         )
         outputs.append(output)
     return torch.cat(outputs, 1), None

@@ -175,7 +175,8 @@ class Engine:
                 streaming=True,
                 **({"sampling": sampling} if sampling else {}),
             )
-            if taken is None:
+            # Asked again: a thread that failed in between has told those it knew of, and no other.
+            if taken is None or not self.alive:
                 raise EngineError("the engine has stopped")
             seen = 0
             while not finished:
@@ -193,16 +194,20 @@ class Engine:
                 self._give_up(name)
 
     def _give_up(self, name: str) -> None:
-        """Cancel a request. transformers then tells no one, so its handler is taken back here."""
+        """Cancel a request. transformers then tells no one, so its handler is taken back here.
+
+        What its last forward makes goes to a queue that no one reads; it is emptied the next time.
+        """
         self._manager.cancel_request(name)
         router = self._manager.output_router
         with router._lock:
             router.result_handlers.pop(name, None)
+            router.output_queue.queue.clear()
 
 
 def _unfit(model: PreTrainedModel, error: Exception) -> UserError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     return UserError(
         f"{model.config.model_type}: continuous batching cannot serve this model: {reason}; wanted "
-        "layers of full or sliding attention, logits that are not capped, and memory for kv_tokens"
+        "layers of full or sliding attention without caps or sinks, and memory for kv_tokens"
     )

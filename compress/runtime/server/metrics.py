@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from compress.runtime.server.engine import Engine
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+ANSWERED = ("stop", "length")
 
 
 class Metrics:
@@ -39,12 +40,12 @@ class Metrics:
         gauge("kv_tokens_capacity", "tokens that the KV cache has room for").set(
             engine.limits.kv_tokens
         )
-        self.prompt_tokens = counter("prompt_tokens", "tokens of accepted prompts")
+        self.prompt_tokens = counter("prompt_tokens", "tokens of prompts that were read")
         self.new_tokens = counter("new_tokens", "tokens made")
         self.requests = counter("requests", "requests by how they ended", "outcome")
         self.ttft = histogram("time_to_first_token_seconds", "from the request to its first token")
         self.tpot = histogram("time_per_output_token_seconds", "from a token to the next")
-        self.whole = histogram("request_seconds", "from the request to its end")
+        self.whole = histogram("request_seconds", "from the request to the end of its answer")
 
     def text(self) -> bytes:
         """As Prometheus reads it."""
@@ -56,14 +57,15 @@ class Watch:
 
     def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
         self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
         self._begun = time.perf_counter()
         self._last: float | None = None
-        metrics.prompt_tokens.inc(prompt_tokens)
 
     def came(self, tokens: int) -> None:
         """So many tokens came, at once."""
         now = time.perf_counter()
         if self._last is None:
+            self._metrics.prompt_tokens.inc(self._prompt_tokens)
             self._metrics.ttft.observe(now - self._begun)
         else:
             self._metrics.tpot.observe((now - self._last) / tokens)
@@ -71,6 +73,7 @@ class Watch:
         self._metrics.new_tokens.inc(tokens)
 
     def ended(self, outcome: str) -> None:
-        """The request is over: `stop`, `length`, `abandoned` or `failed`."""
-        self._metrics.whole.observe(time.perf_counter() - self._begun)
+        """The request is over: `stop`, `length`, `abandoned`, `refused` or `failed`."""
+        if outcome in ANSWERED:
+            self._metrics.whole.observe(time.perf_counter() - self._begun)
         self._metrics.requests.labels(outcome).inc()

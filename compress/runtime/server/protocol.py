@@ -12,7 +12,8 @@ from compress.runtime.server.errors import Refusal
 STOPS = 4
 """Most stop strings of a request, as at OpenAI."""
 
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=STOPS)]
+StopString = Annotated[str, Field(min_length=1)]
+Stops = Annotated[list[StopString], Field(max_length=STOPS)]
 # Values of a field that ask for nothing more than is done anyway.
 Off = Literal[False] | None
 Zero = Literal[0] | None
@@ -38,7 +39,7 @@ class Common(_Fields):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0)] = None
     seed: int | None = None
-    stop: str | Stops | None = None
+    stop: StopString | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -73,6 +74,12 @@ class Message(_Fields):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    # Empty in answers, which clients send back as the turns of the next request.
+    refusal: None = None
+    annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any] | None, Field(max_length=0)] = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates take it; a developer speaks as the system."""

@@ -52,19 +52,22 @@ class Stop:
         self.hit = False
 
     def feed(self, text: str) -> str:
-        """What may be shown now; `hit` is set where a stop string is complete."""
+        """What may be shown now; `hit` is set where a stop string is complete, then it is over."""
+        if self.hit:
+            return ""
         self._held += text
         starts = [at for s in self._strings if (at := self._held.find(s)) >= 0]
         if starts:
+            text, self._held = self._held[: min(starts)], ""
             self.hit = True
-            return self._held[: min(starts)]
+            return text
         shown = len(self._held) - self._begun()
         text, self._held = self._held[:shown], self._held[shown:]
         return text
 
     def rest(self) -> str:
         """What was held back in case that a stop string came."""
-        return "" if self.hit else self._held
+        return self._held
 
     def _begun(self) -> int:
         """Length of the longest end of the text that a stop string begins with."""
