@@ -7,6 +7,7 @@ the folder that holds all the runs unless given. A sweep (--multirun) does this 
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from compress import options
@@ -16,11 +17,24 @@ from compress.report.comparison import comparison
 from compress.report.pages import comparison_page
 
 
+@dataclass(kw_only=True)
+class Settings:
+    """out: the folder to write into; null: that which holds all the runs."""
+
+    out: str | None = None
+
+
 def write(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Compare the runs in `folders` and return the page. Raises UserError for what is no run."""
+    """Compare the runs in `folders` and return the page.
+
+    Raises UserError for what is no run, and for an `out` that cannot be made.
+    """
     found = comparison(folders)
     folder = out or Path(os.path.commonpath([f.resolve().parent for f in folders]))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from error
     write_json(folder / "comparison.json", found)
     write_text(folder / "comparison.html", comparison_page(found))
     return folder / "comparison.html"
@@ -28,13 +42,14 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 def main(words: list[str]) -> None:
     """Compare the runs that the words name, and print where the page is."""
-    given = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    # A run's folder may have a `=` in its name, as those of a sweep do.
     runs = [Path(word).expanduser() for word in words if not word.startswith("out=")]
-    if len(runs) < 2 or len(given) > 1:
+    settings = options.parsed(Settings, [word for word in words if word.startswith("out=")])
+    if len(runs) < 2:
         raise UserError(
             "wanted two runs or more: python -m compress.compare RUN RUN … [out=FOLDER]"
         )
-    page = write(runs, Path(given[0]).expanduser() if given else None)
+    page = write(runs, Path(settings.out).expanduser() if settings.out else None)
     sys.stdout.write(f"{page}\n")
 
 

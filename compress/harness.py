@@ -80,7 +80,7 @@ def main(words: list[str]) -> None:
     settings = options.parsed(Settings, words)
     found = evaluate(
         Path(settings.folder).expanduser(),
-        settings.tasks.split(","),
+        [name.strip() for name in settings.tasks.split(",")],
         limit=settings.limit,
         batch_size=settings.batch_size,
         device=settings.device,

@@ -19,15 +19,15 @@ ORIGINAL = "original"
 def comparison(folders: Sequence[Path]) -> dict[str, Any]:
     """The contents of comparison.json, from the report.json of each run's folder.
 
-    `rows`: the original as the first run measured it, then a row a run; what was not measured is
-    None. `beaten_by` names a run that is no larger, no slower and no further from the original, and
-    better in one of these. `remarks`: what keeps the runs from comparing. Raises UserError for a
-    folder without a report.
+    `rows`: the original, each figure as the first run that measured it has it, then a row a run;
+    what was not measured is None. `beaten_by` names a run that is no worse in size, speed and KL,
+    as far as both measured them, and better in one. `remarks`: what keeps the runs from comparing.
+    Raises UserError for a folder without a report.
     """
     reports = [_read(folder) for folder in folders]
     names = _names(folders)
     runs = zip(names, folders, reports, strict=True)
-    rows = [_original(reports[0]), *(_row(*run) for run in runs)]
+    rows = [_original(reports), *(_row(*run) for run in runs)]
     for row in rows[1:]:
         row["beaten_by"] = next((o["name"] for o in rows[1:] if _beats(o, row)), None)
     columns = dict.fromkeys(task for row in rows for task in row["tasks"])
@@ -65,21 +65,25 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(folder.relative_to(parent)) for folder in whole]
 
 
-def _original(report: Report) -> Row:
-    latency = (report["latency"] or {}).get("before")
-    tasks = {label(task): task["before"] for task in report["tasks"]}
-    close = report["fidelity"]
+def _original(reports: Sequence[Report]) -> Row:
+    plan, close, latency = (
+        next((r[part] for r in reports if r[part]), None)
+        for part in ("plan", "fidelity", "latency")
+    )
+    tasks: dict[str, float] = {}
+    for task in (task for report in reports for task in report["tasks"]):
+        tasks.setdefault(label(task), task["before"])
     return {
         "name": ORIGINAL,
         "folder": None,
         "headline": None,
         "scheme": None,
-        "bytes": report["bytes"]["before"],
-        "bits_per_weight": (report["plan"] or {}).get("bits_per_weight", {}).get("before"),
+        "bytes": next((r["bytes"]["before"] for r in reports if r["bytes"]["before"]), None),
+        "bits_per_weight": plan["bits_per_weight"]["before"] if plan else None,
         "kl": 0.0 if close else None,
         "top1": 1.0 if close else None,
         "ppl": close["ppl"]["before"] if close else None,
-        **_speed(latency),
+        **_speed(latency and latency["before"]),
         "tasks": tasks,
         "gate_broken": [],
         "faults": [],
@@ -118,9 +122,9 @@ def _speed(latency: Report | None) -> Row:
 
 
 def _beats(one: Row, other: Row) -> bool:
-    """Whether `one` is as good as `other` in size, speed and KL, and better in one of them.
+    """Whether `one` is no worse than `other` in size, speed and KL, and better in one of them.
 
-    A measure that either lacks is left out; with none but the size, nothing is said.
+    A measure that either lacks is left out; with one alone, nothing is said.
     """
     pairs = [
         (sign * one[key], sign * other[key])

@@ -87,8 +87,8 @@ def rest(tasks: Sequence[Task]) -> str | None:
         return text
     by_chance = percent(1 - 0.95 ** len(tasks), 0)
     return (
-        f"{text} With {len(tasks)} intervals at 95%, one or more leaves out zero by chance alone "
-        f"in up to {by_chance} of runs."
+        f"{text} Of {len(tasks)} intervals at 95%, one or more leaves out zero by chance alone in "
+        f"about {by_chance} of runs, were they independent."
     )
 
 

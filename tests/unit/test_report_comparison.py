@@ -73,8 +73,16 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
     found = comparison(runs)
     assert found["rows"][2]["decode_tokens_per_s"] is None
     assert found["rows"][1]["kl"] is None
+    assert found["rows"][0]["kl"] is None
     assert found["rows"][1]["beaten_by"] is None
     assert "Not measured: weights." in compare.comparison_page(found)
+
+
+def test_the_original_is_as_the_first_run_that_measured_it(tmp_path: Path) -> None:
+    runs = [run(tmp_path / "a", 0.1, 1000, 1.0, "score", "serve"), run(tmp_path / "b", 0.1, 900, 1)]
+    original = comparison(runs)["rows"][0]
+    assert (original["ppl"], original["tasks"]["knowledge, accuracy"]) == (29.22, 62.5)
+    assert original["decode_tokens_per_s"] == pytest.approx(1000 / 20.1)
 
 
 def test_the_page_is_whole_and_shows_the_figures(runs: list[Path], tmp_path: Path) -> None:
@@ -86,7 +94,14 @@ def test_the_page_is_whole_and_shows_the_figures(runs: list[Path], tmp_path: Pat
     assert not {tag for tag, _ in tags.seen} & {"script", "link", "iframe", "img", "object"}
     assert not any("href" in attributes or "src" in attributes for _, attributes in tags.seen)
     shown = text.replace("\u00a0", " ")
-    for wanted in ("269 MB", "150 MB", "0.0800", "90.0 tok/s", "bad: w8 is no larger", "52.5"):
+    for wanted in (
+        "269 MB",
+        "150 MB",
+        "0.0800",
+        "90.0 tok/s",
+        "bad: w8 is no worse in size, speed and KL",
+        "52.5",
+    ):
         assert wanted in shown, wanted
     assert text.count('r="3.5"') == 6  # three runs in two plots
     assert json.loads((tmp_path / "sweep" / "comparison.json").read_text()) == comparison(runs)
@@ -102,6 +117,9 @@ def test_what_is_no_run_is_told(runs: list[Path], tmp_path: Path) -> None:
         comparison(runs)
     with pytest.raises(UserError, match="wanted two runs or more"):
         compare.main([str(runs[0])])
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"out=.*file/below: cannot be written"):
+        compare.main([*map(str, runs[::2]), f"out={tmp_path / 'file' / 'below'}"])
 
 
 def test_the_command_names_the_page(

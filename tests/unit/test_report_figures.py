@@ -70,10 +70,15 @@ def test_figures_that_are_not_finite_are_told(run: SimpleNamespace) -> None:
     run.manifests["score"]["metrics"]["fidelity"]["ppl"]["after"] = float("inf")
     run.manifests["quantize"]["metrics"]["layers"][3]["error"] = float("nan")
     run.manifests["distill"]["metrics"]["curve"][1]["kl"] = float("inf")
+    run.manifests["score"]["metrics"]["blocks"] |= {"error": [0.1, float("nan")]}
+    run.manifests["score"]["metrics"]["blocks"] |= {"error_floor": [0.01, 0.01]}
+    run.manifests["score"]["metrics"]["fidelity"]["kl_ci95"] = [float("nan"), float("nan")]
     found = figures(run)
     assert found["fidelity"]["ppl"]["after"] is None
-    broken = ["fidelity.ppl.after", "quantize.layers[3].error", "distill.curve[1].kl"]
-    assert found["not_finite"] == broken
+    assert found["not_finite"] == [
+        *("fidelity.kl_ci95[0]", "fidelity.kl_ci95[1]", "fidelity.ppl.after", "blocks.error[1]"),
+        *("quantize.layers[3].error", "distill.curve[1].kl"),
+    ]
     json.loads(json.dumps(found, allow_nan=False))
     assert found["verdict"]["findings"][0]["tone"] == "bad"
     assert "fidelity.ppl.after" in page(found)
