@@ -20,11 +20,13 @@ def encode(
     """Token ids of prompt + continuation, and how many of them come before the continuation.
 
     The two are tokenized as one text, since that is how a model sees text, with the special tokens
-    that the tokenizer adds in front. The continuation begins at the first token that differs from
-    those of the prompt alone.
+    that the tokenizer adds in front, unless a chat template wrote BOS there already. The
+    continuation begins at the first token that differs from those of the prompt alone.
     """
-    alone = tokenizer(prompt).input_ids
-    ids = tokenizer(prompt + continuation).input_ids
+    bos = tokenizer.bos_token
+    adds = not (bos and prompt.startswith(bos))
+    alone = tokenizer(prompt, add_special_tokens=adds).input_ids
+    ids = tokenizer(prompt + continuation, add_special_tokens=adds).input_ids
     # Tokenizers that end a text with a special token would have it in the prompt's middle.
     if alone and ids[-1] == alone[-1] == tokenizer.eos_token_id:
         alone, ids = alone[:-1], ids[:-1]

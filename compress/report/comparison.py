@@ -43,7 +43,7 @@ def _read(folder: Path) -> Report:
     file = folder / "report.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if "faults" not in found:
+        if not isinstance(found, dict) or "faults" not in found:
             raise ValueError("written before faults were named")
     except OSError as error:
         raise UserError(

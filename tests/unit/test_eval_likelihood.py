@@ -107,6 +107,11 @@ def test_bos_is_context_and_is_never_scored():
     assert start == 2
 
 
+def test_bos_of_a_chat_template_stays_single():
+    ids, start = encode("<s>ab", " c", make_tokenizer(bos=True))
+    assert (ids.count(256), start) == (1, 3)
+
+
 def test_a_token_across_the_border_belongs_to_the_continuation():
     ids, start = encode("be", "st", make_tokenizer(bos=False))
     assert ids[1:] == [260]
