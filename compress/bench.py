@@ -10,20 +10,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from transformers import AutoTokenizer
 
 from compress import options
 from compress.artifact import write_json, write_text
-from compress.errors import ConfigError, UserError
+from compress.errors import ConfigError
 from compress.machine import hardware, packages
 from compress.report import pages, words
+from compress.runtime import devices
 from compress.runtime.load import charts, figures
 from compress.runtime.load.drive import Drive, continuous, static
 from compress.runtime.load.workload import Request, arrivals, requests
-from compress.runtime.loader import load
+from compress.runtime.loader import load_with_tokenizer
 from compress.runtime.server.engine import Limits
 
 TEMPLATES = Path(__file__).parent / "runtime" / "load"
@@ -58,19 +57,16 @@ class Options:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        problems = [
+        problems = devices.problems(self.device) + [
             f"{name} is {getattr(self, name)}; wanted at least {least}"
             for name, least in (("requests", 2), ("rounds", 1))
             if getattr(self, name) < least
         ]
         if self.rate is not None and self.rate <= 0:
             problems.append(f"rate is {self.rate}; wanted above 0, or null")
-        if self.device not in ("auto", "cpu", "cuda"):
-            problems.append(f"device is {self.device!r}; wanted auto, cpu or cuda")
         if problems:
             raise ConfigError(problems)
-        if self.device == "auto":
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = devices.picked(self.device)
 
     def limits(self) -> Limits:
         """Those of the engine; all requests may wait."""
@@ -85,11 +81,12 @@ class Options:
 def measured(settings: Options) -> dict[str, Any]:
     """Load the checkpoint, put the load on it in each way, and return the figures."""
     folder, limits = Path(settings.checkpoint), settings.limits()
-    if not (folder / "config.json").exists():
-        raise UserError(f"{folder}: no config.json there; wanted a checkpoint's folder")
-    trust = settings.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-    model = load(folder, device=settings.device, backend=settings.backend, trust_remote_code=trust)
+    model, tokenizer = load_with_tokenizer(
+        folder,
+        device=settings.device,
+        backend=settings.backend,
+        trust_remote_code=settings.trust_remote_code,
+    )
     context = min(model.config.get_text_config().max_position_embeddings, limits.kv_tokens)
     asked = requests(settings.workload, settings.requests, tokenizer, context, settings.seed)
     tokens = sum(request.new_tokens for request in asked)

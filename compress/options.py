@@ -33,16 +33,23 @@ def parsed(kind: type[T], words: Sequence[str]) -> T:
             settings[name] = None if value == "null" else value
         except OmegaConfBaseException as error:
             raise UserError(f"{name}={value}: {str(error).splitlines()[0]}") from error
-    missing = sorted(OmegaConf.missing_keys(settings))
-    if missing:
-        raise UserError(f"{missing[0]} is not given; wanted {' '.join(f'{m}=…' for m in missing)}")
-    built = OmegaConf.to_object(settings)
+    try:
+        missing = sorted(OmegaConf.missing_keys(settings))
+        if missing:
+            wanted = " ".join(f"{name}=…" for name in missing)
+            raise UserError(f"{missing[0]} is not given; wanted {wanted}")
+        built = OmegaConf.to_object(settings)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{str(error).splitlines()[0]}; ${{…}} is not filled in here") from error
     assert isinstance(built, kind)
     return built
 
 
 def run(main: Callable[[list[str]], None], usage: str) -> None:
-    """`main` of the command line's words; a user's mistake is one line on stderr and status 2."""
+    """`main` of the command line's words; a user's mistake is one line on stderr and status 2.
+
+    Ctrl-C is status 130, as of any command.
+    """
     words = sys.argv[1:]
     if any(word in ("-h", "--help") for word in words):
         sys.stdout.write(usage)
@@ -52,3 +59,5 @@ def run(main: Callable[[list[str]], None], usage: str) -> None:
     except UserError as error:
         sys.stderr.write(f"compress: {error}\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -4,6 +4,7 @@ python -m compress.serve checkpoint=DIR [port=8000] [field=value ...]
 """
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -12,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import torch
 import uvicorn
-from transformers import AutoTokenizer
 
 from compress import options
 from compress.errors import ConfigError, UserError
+from compress.runtime import devices
 from compress.runtime.generate import greedy_config
-from compress.runtime.loader import load
+from compress.runtime.loader import load_with_tokenizer
 from compress.runtime.server.answers import Served
 from compress.runtime.server.app import build
 from compress.runtime.server.engine import Engine, Limits
@@ -29,6 +29,7 @@ KEY_VARIABLE = "COMPRESS_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_SECONDS = 5
 """For answers to reach their clients after the engine has stopped."""
+POLL_SECONDS = 0.1
 
 
 @dataclass(kw_only=True)
@@ -59,21 +60,18 @@ class Options:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = devices.problems(self.device)
         if not 0 <= self.port < 1 << 16:
             problems.append(f"port is {self.port}; wanted 0 to 65535")
-        if self.device not in ("auto", "cpu", "cuda"):
-            problems.append(f"device is {self.device!r}; wanted auto, cpu or cuda")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            problems.append("device is cuda, but torch sees no GPU here; use device=cpu")
+        if not 0 <= self.grace < math.inf:
+            problems.append(f"grace is {self.grace}; wanted seconds, 0 or more")
         for name in ("prompt_tokens", "new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 problems.append(f"{name} is {value}; wanted at least 1, or null")
         if problems:
             raise ConfigError(problems)
-        if self.device == "auto":
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = devices.picked(self.device)
 
     def limits(self) -> Limits:
         """Those of the engine."""
@@ -88,11 +86,12 @@ class Options:
 def served(settings: Options) -> Served:
     """Load the checkpoint and put an engine around it."""
     folder, limits = Path(settings.checkpoint), settings.limits()
-    if not (folder / "config.json").exists():
-        raise UserError(f"{folder}: no config.json there; wanted a checkpoint's folder")
-    trust = settings.trust_remote_code
-    model = load(folder, device=settings.device, backend=settings.backend, trust_remote_code=trust)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    model, tokenizer = load_with_tokenizer(
+        folder,
+        device=settings.device,
+        backend=settings.backend,
+        trust_remote_code=settings.trust_remote_code,
+    )
     greedy = greedy_config(model, tokenizer, 1)
     ends = greedy.eos_token_id
     end_tokens = ends if isinstance(ends, list) else [ends] if ends is not None else []
@@ -123,9 +122,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else error.strerror
+    except (OSError, UnicodeError) as error:
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
         raise UserError(
             f"host={host} port={port}: {reason}; port=0 takes one that is free"
         ) from error
@@ -142,17 +141,26 @@ async def run(served: Served, listening: socket.socket, settings: Options) -> No
             timeout_graceful_shutdown=int(settings.grace) + LAST_SECONDS,
         )
     )
+
+    def stopped(signal_number: int, frame: FrameType | None) -> None:
+        """Before Uvicorn takes the signals over; after it has stopped, it sends them again."""
+        server.should_exit = True
+
     await served.engine.start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stopped)
     host, port = listening.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _say(f"{served.name} is served at http://{where}/v1")
     if settings.host not in LOOPBACK and key is None:
         _say(f"other machines can reach it, without a key; set {KEY_VARIABLE} to ask for one")
     serving = asyncio.create_task(server.serve(sockets=[listening]))
-    while not server.should_exit and not serving.done():
-        await asyncio.sleep(0.1)
-    _say(f"stopping; requests have {settings.grace:g} s to finish")
-    await served.engine.stop(settings.grace)
+    try:
+        while not server.should_exit and not serving.done():
+            await asyncio.sleep(POLL_SECONDS)
+        _say(f"stopping; requests have {settings.grace:g} s to finish")
+    finally:
+        await served.engine.stop(settings.grace)
     await serving
 
 
@@ -165,14 +173,7 @@ def main(words: list[str]) -> None:
     """Read the options, load, serve."""
     settings = options.parsed(Options, words)
     with listen(settings.host, settings.port) as listening:
-        ready = served(settings)
-
-        def stopped(signal_number: int, frame: FrameType | None) -> None:
-            """Uvicorn sends the signal again once it has stopped; nothing is left to do."""
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stopped)
-        asyncio.run(run(ready, listening, settings))
+        asyncio.run(run(served(settings), listening, settings))
 
 
 if __name__ == "__main__":

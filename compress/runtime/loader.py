@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from compress.checkpoint import read_quantization_config
@@ -42,9 +44,9 @@ def load(
     bfloat16 (float16 matrix products are many times slower there). Scales keep the dtype they are
     stored in. On CPU attention is that of compress.runtime.attention. trust_remote_code: run the
     Python that lies in the folder, where config.json asks for it. Peak memory is the model and one
-    tensor. Raises UserError for a folder that is no
-    causal language model, a damaged file, and a tensor that is missing, doubled, unknown or of the
-    wrong shape; for a backend that cannot run on `device`.
+    tensor. Raises UserError for a folder that is no causal language model, a damaged file, and a
+    tensor that is missing, doubled, unknown or of the wrong shape; for a backend that cannot run on
+    `device`.
     """
     backend = pick_backend(device, backend)
     skeleton = build_empty(folder, device, dtype, trust_remote_code)
@@ -74,6 +76,31 @@ def _in_one_piece(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return (inputs[0].clone(memory_format=torch.contiguous_format),)
 
 
+def load_with_tokenizer(
+    folder: Path, *, device: str, backend: str | None, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, as from `load`, and its tokenizer, which is read first: it takes no time.
+
+    Raises UserError where `load` does, and for a folder without a config or a tokenizer.
+    """
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder}: no config.json there; wanted a checkpoint's folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"{folder}: no tokenizer that loads ({first_line(error)}); copy the files of the "
+            "original model's there"
+        ) from error
+    model = load(folder, device=device, backend=backend, trust_remote_code=trust_remote_code)
+    return model, tokenizer
+
+
+def first_line(error: Exception) -> str:
+    """Of what `error` says; libraries go on over pages."""
+    return next(iter(str(error).strip().splitlines()), repr(error))
+
+
 def build_empty(
     folder: Path, device: str, dtype: torch.dtype | None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
@@ -90,8 +117,9 @@ def build_empty(
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise UserError(f"{folder}: not a causal language model that loads: {reason}") from error
+        raise UserError(
+            f"{folder}: not a causal language model that loads: {first_line(error)}"
+        ) from error
     if quantization is not None:
         swap_linears(model, quantization)
     return model

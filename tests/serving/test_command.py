@@ -46,6 +46,19 @@ def test_sigterm_in_the_middle_finishes_what_runs(folder: Path) -> None:
         assert server.stderr.read() == "compress: stopping; requests have 30 s to finish\n"
 
 
+def test_sigterm_at_once_is_not_lost(folder: Path) -> None:
+    with process(folder) as (server, _):
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+
+
+def test_a_folder_without_a_tokenizer_is_told_in_one_line(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(UserError, match=r"no tokenizer that loads \(.*\); copy the files") as told:
+        serve.main([f"checkpoint={tmp_path}", "port=0"])
+    assert "\n" not in str(told.value)
+
+
 def test_what_does_not_finish_in_time_is_ended(folder: Path) -> None:
     with process(folder, "grace=0") as (server, client):
         stream = client.completions.create(
@@ -72,7 +85,10 @@ def test_what_does_not_finish_in_time_is_ended(folder: Path) -> None:
         (["checkpoint=a", "running=0"], "running is 0; wanted at least 1"),
         (["checkpoint=a", "running=8", "batch_tokens=4"], "batch_tokens is 4; wanted at least 8"),
         (["checkpoint=a", "new_tokens=0"], "new_tokens is 0; wanted at least 1, or null"),
+        (["checkpoint=a", "grace=inf"], "grace is inf; wanted seconds, 0 or more"),
+        (["checkpoint=${HOME}/a"], "Interpolation key 'HOME' not found; ${…} is not filled in"),
         (["checkpoint=a", "host=256.0.0.1"], "host=256.0.0.1 port=0: "),
+        (["checkpoint=a", "host=a..b"], "host=a..b port=0: "),
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], message: str) -> None:

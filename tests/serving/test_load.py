@@ -82,9 +82,15 @@ def test_a_line_that_says_too_little_is_named(
 ) -> None:
     with pytest.raises(UserError, match=r"asked.jsonl, line 1: wanted prompt \(text\) or"):
         requests(written(tmp_path, row), 2, tokenizer, 512, seed=0)
-    (tmp_path / "asked.jsonl").write_text("{")
-    with pytest.raises(UserError, match=r"asked.jsonl, line 1: no JSON: Expecting"):
+    (tmp_path / "asked.jsonl").write_text("\n{")
+    with pytest.raises(UserError, match=r"asked.jsonl, line 2: no JSON: Expecting"):
         requests(str(tmp_path / "asked.jsonl"), 2, tokenizer, 512, seed=0)
+    (tmp_path / "asked.jsonl").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"asked.jsonl: no UTF-8 text"):
+        requests(str(tmp_path / "asked.jsonl"), 2, tokenizer, 512, seed=0)
+    turn = {"role": "assistant", "content": "a"}
+    with pytest.raises(UserError, match="line 1: the chat template refuses it: ends with"):
+        requests(written(tmp_path, {"messages": [turn, turn]}), 2, tokenizer, 512, seed=0)
     (tmp_path / "asked.jsonl").write_text("\n")
     with pytest.raises(UserError, match=r"asked.jsonl: no requests in it"):
         requests(str(tmp_path / "asked.jsonl"), 2, tokenizer, 512, seed=0)
@@ -133,7 +139,26 @@ def test_a_load_gets_every_token_and_leaves_the_model_as_it_was(folder: Path) ->
     assert 64 <= drive.kv_tokens_most <= 128
     assert max(moment.running for moment in drive.moments) == 2
     assert torch.equal(model(input_ids=ids).logits, before)
-    assert static(model, asked, 2) > 0
+
+
+def test_a_static_batch_makes_every_token_past_the_end_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(folder)
+    generate, made = model.generate, []
+
+    def counted(**arguments: Any) -> torch.Tensor:
+        tokens = generate(**arguments)
+        made.append(tokens[:, arguments["input_ids"].shape[1] :])
+        return tokens
+
+    monkeypatch.setattr(model, "generate", counted)
+    asked = [Request([5, 6, 7], 9), Request([8], 4), Request([9, 10], 6)]
+    static(model, asked, 2)
+    assert [tuple(tokens.shape) for tokens in made] == [(2, 9), (1, 6)]
+    model.generation_config.eos_token_id = int(made[1][0, 1])
+    static(model, asked, 2)
+    assert [tuple(tokens.shape) for tokens in made[2:]] == [(2, 9), (1, 6)]
 
 
 def test_the_command_writes_a_page_and_figures(

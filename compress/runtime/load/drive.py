@@ -110,6 +110,8 @@ def static(model: PreTrainedModel, requests: Sequence[Request], size: int) -> fl
 
     A batch is padded to its longest prompt, and ends with its longest answer.
     """
+    # An end token that is never drawn: for None, `generate` takes the checkpoint's, and ends there.
+    none = model.get_input_embeddings().num_embeddings
     start = time.perf_counter()
     for first in range(0, len(requests), size):
         batch = requests[first : first + size]
@@ -124,7 +126,11 @@ def static(model: PreTrainedModel, requests: Sequence[Request], size: int) -> fl
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=GenerationConfig(
-                do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0
+                do_sample=False,
+                repetition_penalty=1.0,
+                max_new_tokens=new_tokens,
+                eos_token_id=none,
+                pad_token_id=0,
             ),
         )
     return time.perf_counter() - start

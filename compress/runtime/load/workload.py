@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from compress.errors import UserError
@@ -67,11 +68,18 @@ def requests(
             raise UserError(
                 f"workload={workload}: no such file; wanted a JSONL file, or {', '.join(MIXES)}"
             )
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: no UTF-8 text ({error}); wanted a JSONL file") from error
+        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
         if not lines:
             raise UserError(f"{path}: no requests in it")
         chosen = draw.permutation(np.resize(np.arange(len(lines)), number))
-        made = [_read(path, i, lines[i], tokenizer, draw) for i in chosen.tolist()]
+        made = [
+            _read(f"{path}, line {lines[i][0]}", lines[i][1], tokenizer, draw)
+            for i in chosen.tolist()
+        ]
     return [_fitted(request, context) for request in made]
 
 
@@ -97,15 +105,17 @@ def _fitted(request: Request, context: int) -> Request:
 
 
 def _read(
-    path: Path, line: int, text: str, tokenizer: PreTrainedTokenizerBase, draw: np.random.Generator
+    where: str, text: str, tokenizer: PreTrainedTokenizerBase, draw: np.random.Generator
 ) -> Request:
-    where = f"{path}, line {line + 1}"
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: no JSON: {error}") from error
     row = row if isinstance(row, dict) else {}
-    prompt, answer = _prompt(row, tokenizer, draw), _answer(row, tokenizer)
+    try:
+        prompt, answer = _prompt(row, tokenizer, draw), _answer(row, tokenizer)
+    except TemplateError as error:
+        raise UserError(f"{where}: the chat template refuses it: {error}") from error
     if not prompt or not answer:
         raise UserError(
             f"{where}: wanted prompt (text) or prompt_tokens (a number), and answer (text) or "

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.utils import logger as batching
 
 from compress.errors import ConfigError, UserError
 from compress.runtime import attention as runtime_attention
+from compress.runtime.loader import first_line
 from compress.runtime.server import attention, sampling
 from compress.runtime.server.sampling import Sampling
 
@@ -110,9 +111,11 @@ class Engine:
         try:
             async for _ in self.tokens([0], 1):
                 pass
-        except EngineError as error:
+        except BaseException as error:  # one who gives up too: the thread would outlive it
             await self.stop()
-            raise _unfit(self._manager.model, error) from error
+            if isinstance(error, EngineError):
+                raise _unfit(self._manager.model, error) from error
+            raise
         finally:
             batching_logger.setLevel(level)
 
@@ -206,8 +209,8 @@ class Engine:
 
 
 def _unfit(model: PreTrainedModel, error: Exception) -> UserError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     return UserError(
-        f"{model.config.model_type}: continuous batching cannot serve this model: {reason}; wanted "
-        "layers of full or sliding attention without caps or sinks, and memory for kv_tokens"
+        f"{model.config.model_type}: continuous batching cannot serve this model: "
+        f"{first_line(error)}; wanted layers of full or sliding attention without caps or sinks, "
+        "and memory for kv_tokens"
     )
