@@ -16,7 +16,7 @@ Every line is an object; its texts fill the `{name}` of the task's prompt. Besid
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -127,9 +127,7 @@ def _problems(task: Task, record: dict[str, Any]) -> Iterator[str]:
         elif type(gold) is not int or not 0 <= gold < len(choices):  # true and false are no index
             last = len(choices) - 1
             yield f"gold is {_short(gold)}; wanted the index of the right choice, 0 to {last}"
-    elif task.kind in ("cloze", "retrieval") or (
-        task.kind == "generation" and not set(task.metrics) <= {*FREE, "entities"}
-    ):
+    elif _has_references(task):
         accepted = _listed(record.get("references"))
         if not _texts(accepted) or (task.kind == "cloze" and len(accepted) != 1):
             wanted = "one text" if task.kind == "cloze" else "a text, or a list of texts"
@@ -145,6 +143,11 @@ def _problems(task: Task, record: dict[str, Any]) -> Iterator[str]:
             yield f"times is {_short(record.get('times'))}; wanted how often to repeat the filler"
     if task.kind == "rules":
         yield from _rule_problems(record.get("rules"))
+
+
+def _has_references(task: Task) -> bool:
+    written = task.kind == "generation" and not set(task.metrics) <= {*FREE, "entities"}
+    return written or task.kind in ("cloze", "retrieval")
 
 
 def _rule_problems(found: Any) -> Iterator[str]:
@@ -185,12 +188,17 @@ def _item(task: Task, record: dict[str, Any]) -> Item:
     prompt = PLACE.sub(lambda place: str(record[place[1]]), _prompt(task, record))
     if "filler" in record:  # a boundary case's own prompt holds a place for it
         prompt = prompt.replace("{filler}", record["filler"] * record["times"])
-    entities, kept = tuple(record.get("entities", ())), tuple(record.get("rules", ()))
     if task.kind == "choice":
         choices = tuple(record["choices"])
         return Item(record["id"], prompt, (choices[record["gold"]],), choices)
-    references = tuple(_listed(record.get("references", ())))
-    return Item(record["id"], prompt, references, (), kept, entities)
+    # A field that the task does not use may hold anything.
+    return Item(
+        record["id"],
+        prompt,
+        references=tuple(_listed(record["references"])) if _has_references(task) else (),
+        rules=tuple(record["rules"]) if task.kind == "rules" else (),
+        entities=tuple(record["entities"]) if "entities" in task.metrics else (),
+    )
 
 
 def _hidden(
@@ -208,7 +216,7 @@ def _hidden(
             hiding = f"{around[:cut].rstrip()} {record['needle']} {around[cut:].lstrip()}".strip()
             item = _item(task, {**record, "text": hiding})
             name = f"{item.id}, {length} tokens, depth {depth:g}"
-            yield Item(name, item.prompt, item.references, place=(length, depth))
+            yield replace(item, id=name, place=(length, depth))
 
 
 def as_asked(task: Task, item: Item, tokenizer: PreTrainedTokenizerBase) -> str:

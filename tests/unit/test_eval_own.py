@@ -60,13 +60,20 @@ def test_a_needle_is_hidden_at_each_length_and_depth(tmp_path: Path, stories260k
     (tmp_path / "hay.txt").write_text("The sun shines. The dog sleeps. " * 30)
     file = written(
         tmp_path,
-        "kind: retrieval\nhaystack: hay.txt\nlengths: [50, 200]\ndepths: [0, 0.5, 1]\n",
-        {"needle": "The code is 77.", "question": "What is the code?", "references": "77"},
+        "kind: retrieval\nhaystack: hay.txt\nlengths: [50, 200]\ndepths: [0, 0.5, 1]\n"
+        "metrics: [contained, entities]\n",
+        {
+            "needle": "The code is 77.",
+            "question": "What is the code?",
+            "references": "77",
+            "entities": ["77", "code"],
+        },
     )
     tokenizer = AutoTokenizer.from_pretrained(stories260k)
     found = items(read(file), None, tokenizer)
     assert [i.place for i in found] == [(n, d) for n in (50, 200) for d in (0, 0.5, 1)]
     for item in found:
+        assert item.entities == ("77", "code")
         assert item.prompt.count("The code is 77.") == 1
         assert item.prompt.endswith("\n\nWhat is the code?")
     texts = [item.prompt.removesuffix("\n\nWhat is the code?") for item in found]
@@ -157,6 +164,13 @@ def test_a_wrong_description_is_told_by_its_key(tmp_path: Path, yaml: str, said:
         read(file)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_field_that_the_task_does_not_use_may_hold_anything(tmp_path: Path) -> None:
+    record = {"text": "a", "references": "b", "entities": 3, "rules": None}
+    file = written(tmp_path, "kind: generation\nprompt: '{text}'\n", record)
+    (item,) = items(read(file))
+    assert (item.references, item.entities, item.rules) == (("b",), (), ())
 
 
 def test_a_prompt_in_block_style_ends_with_its_last_line(tmp_path: Path) -> None:
