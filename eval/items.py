@@ -74,7 +74,7 @@ def records(task: Task) -> list[dict[str, Any]]:
     try:
         # Not `splitlines`, which parts at characters that JSON leaves as they are.
         lines = task.file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path
         raise UserError(f"{task.file}: cannot be read as text: {error}") from error
     found: list[dict[str, Any]] = []
     seen: dict[str, int] = {}

@@ -90,7 +90,7 @@ def _retrieval(found: dict[str, Any], file: Path) -> dict[str, Any]:
     haystack = file.parent / Path(found["haystack"]).expanduser()
     try:
         empty = not haystack.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path
         raise UserError(f"{file}: haystack {haystack}: cannot be read as text: {error}") from error
     if empty:
         raise UserError(f"{file}: haystack {haystack} is empty; wanted a text to hide needles in")
