@@ -1,0 +1,182 @@
+"""The steps of a run: what each depends on, and what on disk does not fit what is asked for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compress import data, source
+from compress.artifact import Artifact, differences, fingerprint
+from compress.config import STAGES, Config
+from compress.errors import UserError
+from compress.eval.own import named
+from compress.eval.tasks import TASKS
+from compress.stage import Stage
+
+MANIFESTS = "manifests"
+"""The kind that every stage can read: what the stages before it said."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage with its place on disk and all that its result depends on.
+
+    reads: the stages whose results it is made from, directly or through others.
+    """
+
+    stage: Stage
+    artifact: Artifact
+    key: dict[str, Any]
+    reads: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+
+def plan_steps(config: Config, out: Path) -> list[Step]:
+    """The steps of this run, each with its key. Raises UserError where they do not fit together.
+
+    An artifact depends on its stage's fields and version, on the sections of the configuration
+    that it shares, and on the artifacts it reads, by their own fingerprints.
+    """
+    path = source.locate(config.model) if config.model.path != source.TINY else None
+    if path is not None and path.is_dir():
+        source.read_config(path, config.model.trust_remote_code)
+    content = source.fingerprint(path) if path else source.TINY
+    text = Path(config.score.text or "").expanduser()
+    shared = {
+        "model": _by_content(config.section("model"), content),
+        "data": _by_content(config.section("data"), data.fingerprint(config.data)),
+        "score_tasks": {
+            task.name: [source.fingerprint(file) for file in task.files]
+            for task in named(config.score.tasks)
+            if task not in TASKS
+        },
+        "score_text": source.fingerprint(text) if text.is_file() else None,
+        "scheme": {
+            "spec": config.quantize.spec.scheme,
+            "keep": config.quantize.keep,
+            **({"budget": config.budget} if config.budget is not None else {}),
+        },
+        "kv_cache": config.serve.kv_cache,
+        "gate": config.section("score")["gate"],
+    }
+    stages = [config.stage(name) for name in config.stages]
+    kinds: dict[str, str] = {}
+    made_by: dict[str, frozenset[str]] = {}  # of each kind: its stage, and those before it
+    if path is not None and path.is_dir():
+        kinds["dense"] = content
+    else:
+        stages.insert(0, source.Source())
+
+    steps: list[Step] = []
+    absent: set[str] = set()  # neither on disk nor run now: nothing is made from them
+    for stage in stages:
+        missing = [k for k in stage.needs if k != MANIFESTS and k not in kinds]
+        if missing:
+            raise UserError(_missing(stage.name, missing, config))
+        earlier = {s.name: fingerprint(s.key) for s in steps if s.name not in absent}
+        key = {
+            "stage": stage.name,
+            "version": stage.version,
+            stage.name: _section(config, stage.name),
+            **{n: shared[n] if n in shared else config.section(n) for n in stage.shares},
+            "inputs": {k: earlier if k == MANIFESTS else kinds[k] for k in stage.needs},
+        }
+        artifact = Artifact(stage.name, _folder(stage.name, out), out / "stages")
+        if config.only and stage.name not in (config.only, "source") and not artifact.manifest():
+            absent.add(stage.name)
+        reads = frozenset(earlier) if MANIFESTS in stage.needs else frozenset()
+        reads = reads.union(*(made_by.get(kind, ()) for kind in stage.needs))
+        steps.append(Step(stage, artifact, key, reads))
+        if stage.gives is not None and not (stage.name in absent and stage.gives in kinds):
+            kinds[stage.gives] = fingerprint(key)
+            made_by[stage.gives] = reads | {stage.name}
+    used = _used(steps, config)
+    _refuse_changes(used, config)
+    if config.only is not None:
+        _refuse_stale(used, config.only)
+    return steps
+
+
+def _section(config: Config, name: str) -> dict[str, Any]:
+    """A stage's own settings, less the gate, which judges scores and changes none of them."""
+    fields = config.section(name) if name != "source" else {}
+    return {field: value for field, value in fields.items() if field != "gate"}
+
+
+def _by_content(section: dict[str, Any], content: str) -> dict[str, Any]:
+    """A section that names files, by what they hold: a moved or copied file is the same."""
+    return {**{k: v for k, v in section.items() if k != "path"}, "content": content}
+
+
+def _folder(name: str, out: Path) -> Path:
+    return out / "checkpoint" if name == "export" else out / "stages" / name
+
+
+def _missing(name: str, kinds: list[str], config: Config) -> str:
+    makers = [s for s in config.stages if config.stage(s).gives in kinds]
+    makers = makers or [s for s in STAGES if config.stage(s).gives in kinds]
+    return (
+        f"{name} needs {' and '.join(kinds)}, made by {' or '.join(makers)}, "
+        f"which stages=[{','.join(config.stages)}] leaves out before it; add it"
+    )
+
+
+def forced(config: Config, steps: list[Step]) -> set[str]:
+    """The stages that `force` rebuilds: from the first named one on."""
+    names = [s.name for s in steps]
+    first = min((names.index(f) for f in config.force if f in names), default=len(names))
+    return set(names[first:])
+
+
+def _used(steps: list[Step], config: Config) -> list[Step]:
+    """With `only`, that step and those whose results on disk it reads; else all."""
+    names = {s.name for s in steps}
+    if config.only is not None:
+        names = {config.only}.union(*(s.reads for s in steps if s.name == config.only))
+    return [step for step in steps if step.name in names]
+
+
+def _refuse_stale(steps: list[Step], only: str) -> None:
+    """Raise UserError where what `only` would read was not made from what is on disk now."""
+    for step in steps:
+        manifest = step.artifact.manifest()
+        if step.name in (only, "source") or manifest is None or manifest["key"] == step.key:
+            continue
+        changed = differences(*({**key, "inputs": {}} for key in (manifest["key"], step.key)))
+        old, new = manifest["key"]["inputs"], step.key["inputs"]
+        made_from = [kind for kind in new if old.get(kind) != new[kind]]
+        replaced = f"the {' and '.join(made_from)} that it was made from was made again"
+        why = "; ".join(changed) or replaced
+        raise UserError(
+            f"{step.artifact.folder}: stale, and only={only} reads it: {why}. "
+            f"Run {step.name} again with only={step.name}, or all that is stale without only="
+        )
+
+
+def _refuse_changes(steps: list[Step], config: Config) -> None:
+    """Raise UserError where a stage on disk was made from other settings than those asked for."""
+    rebuilt = forced(config, steps)
+    for step in steps:
+        manifest = step.artifact.manifest()
+        old = manifest["key"] if manifest else step.artifact.partial_key()
+        if step.name in rebuilt or old is None:
+            continue
+        changed = differences(_settings(step.stage, old), _settings(step.stage, step.key))
+        if changed:
+            without = "" if config.only in (None, step.name) else " without only="
+            raise UserError(
+                f"{step.artifact.folder}: made with other settings: {'; '.join(changed)}. "
+                f"Add force=[{step.name}]{without} to rebuild from there on, "
+                "or give another out=FOLDER"
+            )
+
+
+def _settings(stage: Stage, key: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a key that the user sets. Changed inputs are told at the stage that makes them;
+    figures that nothing is made from follow what they describe without being asked.
+    """
+    dropped = {"inputs"} | (set(stage.shares) if stage.gives is None else set())
+    return {name: value for name, value in key.items() if name not in dropped}
