@@ -15,13 +15,13 @@ import random
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import httpx2
 import numpy as np
 import psutil
 import torch
@@ -85,7 +85,13 @@ def served(
     command += [f"running={running}", "name=model"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        url = server.stderr.readline().split()[-1]
+        said = ""
+        for said in server.stderr:
+            if " is served at " in said:
+                break
+        else:
+            sys.exit(said.strip() or "compress.serve ended without a word")
+        url = said.split()[-1]
         process = psutil.Process(server.pid)
         before, sizes = process.memory_info().rss, [0]
         client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=3600)
@@ -96,15 +102,17 @@ def served(
             return answer
 
         start = time.perf_counter()
-        with ThreadPoolExecutor(in_flight) as pool:
-            answers = list(
-                progress(pool.map(one, range(len(asked))), "served", "request", total=len(asked))
-            )
-        seconds = time.perf_counter() - start
-        lines = httpx2.get(url.replace("/v1", "/metrics")).text.splitlines()
-        metrics = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        server.terminate()
+        try:
+            with ThreadPoolExecutor(in_flight) as pool:
+                coming = pool.map(one, range(len(asked)))
+                answers = list(progress(coming, "served", "request", total=len(asked)))
+            seconds = time.perf_counter() - start
+            with urllib.request.urlopen(url.replace("/v1", "/metrics")) as read:
+                lines = read.read().decode().splitlines()
+        finally:
+            server.terminate()
         status = server.wait()
+        metrics = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {
         "answers": answers,
         "seconds": seconds,

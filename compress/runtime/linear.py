@@ -85,7 +85,7 @@ class QuantLinear(nn.Module):
 
     def _words(self, *, planar: bool) -> Tensor:
         """`weight_packed`, put in the order that the kernel wants: a second copy is not kept."""
-        words = dict(self.named_buffers())["weight_packed"]
+        words = self.get_buffer("weight_packed")
         if planar != self._planar:
             words = self._to_planar(words) if planar else self._from_planar(words)
             self.register_buffer("weight_packed", words)

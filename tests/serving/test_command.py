@@ -24,10 +24,13 @@ def process(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
     command = [sys.executable, "-m", "compress.serve", f"checkpoint={folder}", "port=0", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
         assert started.stderr is not None
-        said = started.stderr.readline().strip()
-        assert said.startswith("compress: tiny is served at http://127.0.0.1:")
-        with OpenAI(base_url=said.split()[-1], **CLIENT) as client:
-            yield started, client
+        try:
+            said = started.stderr.readline().strip()
+            assert said.startswith("compress: tiny is served at http://127.0.0.1:")
+            with OpenAI(base_url=said.split()[-1], **CLIENT) as client:
+                yield started, client
+        finally:
+            started.kill()  # a test that fails would wait for it
 
 
 def test_sigterm_in_the_middle_finishes_what_runs(folder: Path) -> None:
