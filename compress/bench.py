@@ -177,9 +177,8 @@ def _say(line: str) -> None:
 def main(arguments: list[str]) -> None:
     """Read the options, measure, write the page and the figures."""
     settings = options.parsed(Options, arguments)
+    out = options.folder(settings.out)
     found = measured(settings) | {"command": " ".join(["python -m compress.bench", *arguments])}
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "load.json", found)
     write_text(out / "load.html", page(found))
     print(f"{summary(found)}\n{out / 'load.html'}")

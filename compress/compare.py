@@ -30,11 +30,7 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
     Raises UserError for what is no run, and for an `out` that cannot be made.
     """
     found = comparison(folders)
-    folder = out or Path(os.path.commonpath([f.resolve().parent for f in folders]))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out={folder}: cannot be written ({error.strerror})") from error
+    folder = options.folder(out or Path(os.path.commonpath([f.resolve().parent for f in folders])))
     write_json(folder / "comparison.json", found)
     write_text(folder / "comparison.html", comparison_page(found))
     return folder / "comparison.html"

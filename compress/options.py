@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from omegaconf import OmegaConf
@@ -43,6 +44,16 @@ def parsed(kind: type[T], words: Sequence[str]) -> T:
         raise UserError(f"{str(error).splitlines()[0]}; ${{…}} is not filled in here") from error
     assert isinstance(built, kind)
     return built
+
+
+def folder(out: str | Path) -> Path:
+    """The folder `out`, made where there is none. Raises UserError where it cannot be written."""
+    place = Path(out).expanduser()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written ({error.strerror})") from error
+    return place
 
 
 def run(main: Callable[[list[str]], None], usage: str) -> None:

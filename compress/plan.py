@@ -82,6 +82,7 @@ def main(words: list[str]) -> None:
     name = place.stem if place.is_file() else place.name
     requests = read_requests(asked.requests, asked.rate, asked.seed)
     shape = shape_of(config, name)
+    out = options.folder(asked.out or f"runs/plan/{name}")
     device = _device(asked, shape)
     plan = study(
         Question(
@@ -97,8 +98,6 @@ def main(words: list[str]) -> None:
     )
     plan["advice"] = advice.advice(plan)
     plan["command"] = " ".join(["python -m compress.plan", *words])
-    out = Path(asked.out or f"runs/plan/{name}").expanduser()
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "plan.json", plan)
     write_text(out / "plan.html", page.page(plan))
     sys.stdout.write(f"{tables.console(plan)}\n{out / 'plan.html'}\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from compress.errors import ConfigError, UserError
@@ -131,11 +132,12 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         if not trust_remote_code and "AutoConfig" in _auto_map(folder):
             raise UserError(needs_code) from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{file}: not a model that transformers knows ({reason})") from error
+        raise UserError(
+            f"{file}: not a model that transformers knows ({reason_of(error)})"
+        ) from error
     if (
         not trust_remote_code
         and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -149,6 +151,12 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
             "rotary positions such as Llama, Mistral or Qwen"
         )
     return config
+
+
+def reason_of(error: Exception) -> str:
+    """The two lines of an error that name the field and what is wrong with it."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    return " ".join(lines[:2]) or type(error).__name__
 
 
 def _auto_map(folder: Path) -> dict[str, Any]:

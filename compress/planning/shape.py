@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from compress.errors import UserError
 from compress.model import find_blocks, skeleton, storage_dtype, tied_names
 from compress.runtime.cache import KV_CACHES, bytes_per_token
-from compress.source import read_config
+from compress.source import read_config, reason_of
 from compress.structure import head_names
 from compress.support import refuse_unsupported
 
@@ -62,12 +63,13 @@ def read_model(path: str) -> PretrainedConfig:
         raise UserError(f"model={path}: no such file; wanted a model's folder or its config.json")
     try:
         fields = json.loads(place.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict) or "model_type" not in fields:
+            raise ValueError("no model_type in it")
         config = AutoConfig.for_model(**fields)
-    except (ValueError, TypeError, UnicodeDecodeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(
-            f"model={path}: not a config.json that transformers knows ({reason})"
-        ) from (error)
+            f"model={path}: not a config.json that transformers knows ({reason_of(error)})"
+        ) from error
     refuse_unsupported(config)
     return config
 

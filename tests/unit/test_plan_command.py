@@ -120,6 +120,32 @@ def test_a_mistake_ends_with_one_line_and_status_2(
     assert len(shown.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (SMALL | {"hidden_size": "big"}, "hidden_size"),
+        ({"hidden_size": 256}, "no model_type"),
+        ([], "no model_type"),
+    ],
+)
+def test_a_config_that_is_none_is_told_by_what_is_wrong(
+    fields: object, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=said) as refused:
+        main([f"model={file}", f"out={tmp_path / 'out'}"])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_planning(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "study", lambda _: pytest.fail("planned all the same"))
+    with pytest.raises(UserError, match=f"out={config}/x: cannot be written"):
+        main([f"model={config}", f"out={config}/x"])
+
+
 def test_the_usage_names_every_option() -> None:
     assert plan.__doc__ is not None
     for field in dataclasses.fields(plan.Options):
