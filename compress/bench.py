@@ -10,9 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
 from compress import options
 from compress.artifact import write_json, write_text
 from compress.errors import ConfigError
@@ -150,24 +147,9 @@ def _open_loop(drive: Drive, tokens: int) -> dict[str, Any]:
 
 def page(found: dict[str, Any]) -> str:
     """The figures as one HTML file that needs nothing else."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = pages.environment(TEMPLATES)
     environment.globals.update(charts=charts, several=words.several)
-    environment.filters.update(
-        significant=words.significant,
-        count=words.count,
-        percent=words.percent,
-        seconds=words.seconds,
-        ms=words.milliseconds,
-        rate=words.rate,
-    )
-    style = Markup((pages.TEMPLATES / "page.css").read_text(encoding="utf-8"))
-    return environment.get_template("page.html.jinja").render(f=found, style=style)
+    return environment.get_template("page.html.jinja").render(f=found, style=pages.style())
 
 
 def _say(line: str) -> None:

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from compress.planning import tables
-from compress.report import plots, words
-from compress.report.pages import TEMPLATES
+from compress.report import pages, plots, words
 from compress.report.plots import Bar, Scales, Series, axis
 
 LINES = ("before", "after", "aside")
@@ -24,19 +22,10 @@ MEMORY = {
 
 def page(plan: Mapping[str, Any]) -> str:
     """plan.html: one file, no network, no scripts."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    style = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
-    template = environment.get_template("page.html.jinja")
+    template = pages.environment(Path(__file__).parent).get_template("page.html.jinja")
     return template.render(
         p=plan,
-        style=style,
+        style=pages.style(),
         words=words,
         tables=tables,
         memory=memory(plan),

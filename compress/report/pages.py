@@ -40,15 +40,13 @@ BROKEN = {
 
 def page(figures: Mapping[str, Any]) -> str:
     """report.html: one file that needs nothing else, neither network nor scripts."""
-    style = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
-    return _environment(True).get_template("page.html.jinja").render(f=figures, style=style)
+    return _environment(True).get_template("page.html.jinja").render(f=figures, style=style())
 
 
 def comparison_page(comparison: Mapping[str, Any]) -> str:
     """comparison.html, from what comparison.json holds alone; it needs nothing else either."""
-    style = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
     template = _environment(True).get_template("comparison.html.jinja")
-    return template.render(c=comparison, style=style)
+    return template.render(c=comparison, style=style())
 
 
 def sheet(outputs: Sequence[Mapping[str, Any]]) -> str:
@@ -72,27 +70,17 @@ def short(figures: Mapping[str, Any]) -> str:
     return _environment(False).get_template("page.md.jinja").render(f=figures)
 
 
-def _environment(escape: bool) -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+def environment(folder: Path, *, escape: bool = True) -> Environment:
+    """Templates of `folder`, with the words by which figures are written as filters."""
+    made = Environment(
+        loader=FileSystemLoader(folder),
         autoescape=escape,  # on for HTML; the Markdown shows no text of a model
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals.update(
-        charts=charts,
-        words=words,
-        change=change,
-        label=label,
-        unseen_loss=unseen_loss,
-        word_diff=word_diff,
-        fields=fields,
-        kinds=kinds,
-        broken=BROKEN,
-    )
-    environment.filters.update(
+    made.filters.update(
         size=words.size,
         count=words.count,
         many=words.many,
@@ -105,7 +93,28 @@ def _environment(escape: bool) -> Environment:
         rate=words.rate,
         cell=cell,
     )
-    return environment
+    return made
+
+
+def style() -> Markup:
+    """The style sheet that all pages share."""
+    return Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
+
+
+def _environment(escape: bool) -> Environment:
+    made = environment(TEMPLATES, escape=escape)
+    made.globals.update(
+        charts=charts,
+        words=words,
+        change=change,
+        label=label,
+        unseen_loss=unseen_loss,
+        word_diff=word_diff,
+        fields=fields,
+        kinds=kinds,
+        broken=BROKEN,
+    )
+    return made
 
 
 def cell(text: object) -> str:
