@@ -43,6 +43,7 @@ SCHEMES = {
 RECIPES = {4: "int4_7b", 8: "int8_7b"}  # the ones that are for no model in particular
 SAMPLES, LENGTH = 48, 512
 OUR_CODE = ("*.py", "algorithms/*.py", "stages/*.py", "conf/quantize/*.yaml", "conf/recipe/*.yaml")
+LEARNED = {"quantize.rounding": "learned", "calibrate.written": 96}
 PLAIN = {"quantize.rounding": "nearest", "quantize.smooth": False, "quantize.clip": False}
 
 
@@ -76,7 +77,7 @@ CONTENDERS = (
     Contender("ours-rtn", "ours, round-to-nearest", None, (4, 8), PLAIN),
     Contender("ours", "ours, as shipped", None, (4, 8)),
     Contender("ours-gptq", "ours, GPTQ", None, (8,), {"quantize.rounding": "gptq"}),
-    Contender("ours-learned", "ours, learned", None, (4, 8), {"quantize.rounding": "learned"}),
+    Contender("ours-learned", "ours, learned", None, (4, 8), LEARNED),
 )
 
 

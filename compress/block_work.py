@@ -165,12 +165,18 @@ class BlockWork:
             n: RoundingLinear(weight_of(block, n), _bias_of(block, n), start)
             for n, start in rounded.items()
         }
-        batches = streams.batches(self.index, seed=self.seed + self.index)
-        same = streams.first(self.index)
+        windows = streams.drawn(self.index, seed=self.seed + self.index)
+
+        def error() -> float:
+            return sum(
+                float(relative_error(block(same.inputs, **same.call), same))
+                for same in streams.first(self.index)
+            )
+
         with self.clock.part("learning"), swapped(block, linears):
-            before = float(relative_error(block(same.inputs, **same.call), same))
-            learn(block, linears, batches, steps=self.steps, rate=self.rate)
-            after = float(relative_error(block(same.inputs, **same.call), same))
+            before = error()
+            learn(block, linears, windows, count=self.steps, rate=self.rate)
+            after = error()
         if after < before:
             return {name: linear.qtensor() for name, linear in linears.items()}
         logger.info(f"  block {self.index}: learning did not lessen its error, nearest is kept")

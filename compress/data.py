@@ -285,7 +285,7 @@ def windows(
     """
     if docs and isinstance(docs[0], list):
         return _chat_windows(docs, tokenizer, count, length, seed, description)
-    start = _leading_ids(tokenizer)
+    start = leading_ids(tokenizer)
     ids = _token_ids("\n\n".join(str(d) for d in docs), tokenizer)
     body = length - len(start)
     available = len(ids) // body
@@ -318,7 +318,7 @@ def _token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> "array[int]":
     return ids
 
 
-def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """BOS, where the tokenizer puts it before a text by itself."""
     ids = list(tokenizer("a")["input_ids"])
     return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []

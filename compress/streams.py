@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compress.algorithms.learned import Batch
+from compress.algorithms.learned import Window
 from compress.hidden import HiddenStates, together
 from compress.model import BlockModel
 
@@ -18,12 +18,13 @@ FULL, QUANTIZED = "full", "quantized"
 
 
 class CalibrationStreams:
-    """Streams of the windows in `file` (ids and mask [n, T]) through `model`, kept in `work`.
+    """Streams of the windows in `file` through `model`, kept in `work`.
 
+    file: ids and mask [n, T], and ids that the model wrote itself, `written` [m, T], if any.
     batch: windows that go through a block together (see `hidden.together`). targets: whether the
-    original's stream is wanted. For every block: with targets, `advance(FULL)` while it is as it
-    was; then what needs inputs and targets; `advance(QUANTIZED)` when it is quantized; and
-    `commit`, from which an interrupted run goes on.
+    original's stream is wanted, to learn from it, and with it what was written. For every block:
+    with targets, `advance(FULL)` while it is as it was; then what needs inputs and targets;
+    `advance(QUANTIZED)` when it is quantized; and `commit`, from which an interrupted run goes on.
     """
 
     def __init__(
@@ -32,6 +33,9 @@ class CalibrationStreams:
         self.model, self.batch, self.targets = model, batch, targets
         windows = load_file(file)
         self.ids, self.mask = windows["ids"], windows["mask"]
+        if targets and "written" in windows:
+            self.ids = torch.cat([self.ids, windows["written"]])
+            self.mask = torch.cat([self.mask, torch.ones_like(windows["written"])])
         self.states = HiddenStates(work)
         self._together = together(batch, self.ids.shape[1])
         if QUANTIZED not in self.states:
@@ -56,24 +60,26 @@ class CalibrationStreams:
         """Let the block be passed."""
         self.states.commit(*([FULL] if self.targets else []), QUANTIZED)
 
-    def batch_of(self, numbers: list[int], index: int) -> Batch:
-        """Some windows: what block `index` gets from the quantized ones before it, and what the
+    def window(self, number: int, index: int) -> Window:
+        """A window: what block `index` gets from the quantized ones before it, and what the
         original gave.
         """
         device = self.model.device
-        return Batch(
-            self.states.read(QUANTIZED, numbers).to(device),
-            self.states.read(FULL, numbers, ahead=True).to(device),
-            self.mask[numbers].to(device, torch.float32),
-            self._call(numbers, index),
+        return Window(
+            self.states.read(QUANTIZED, [number]).to(device),
+            self.states.read(FULL, [number], ahead=True).to(device),
+            self.mask[[number]].to(device, torch.float32),
+            self._call([number], index),
         )
 
-    def first(self, index: int) -> Batch:
+    def first(self, index: int) -> Iterator[Window]:
         """The first windows, for comparing before and after."""
-        return self.batch_of(list(range(min(self.batch, len(self.ids)))), index)
+        return (self.window(number, index) for number in range(min(self.batch, len(self.ids))))
 
-    def batches(self, index: int, seed: int) -> Iterator[Batch]:
-        """Batches of windows in random order, without end; each window once before any twice."""
+    def drawn(self, index: int, seed: int) -> Iterator[Iterator[Window]]:
+        """`batch` windows after the other, in random order, without end; each window once before
+        any twice. They are read one at a time.
+        """
         generator = torch.Generator().manual_seed(seed)
         waiting: list[int] = []
         size = min(self.batch, len(self.ids))
@@ -81,7 +87,7 @@ class CalibrationStreams:
             if len(waiting) < size:
                 waiting += torch.randperm(len(self.ids), generator=generator).tolist()
             numbers, waiting = waiting[:size], waiting[size:]
-            yield self.batch_of(numbers, index)
+            yield (self.window(number, index) for number in numbers)
 
     def hessians(
         self, block: nn.Module, index: int, names: Iterable[str]

@@ -4,10 +4,11 @@ SignRound (Cheng et al. 2023, arXiv:2309.05516), as in AutoRound: an offset of a
 for every weight, and a factor for every scale, learned by the signs of their gradients. What is
 compared is the output of the whole block, so that attention and MLP make up for their errors
 together, and its inputs are those that passed the blocks quantized before it, so that it makes
-up for theirs as well.
+up for theirs as well. Unlike there, every window has a vote of its own: a step is the mean of the
+signs of its windows' gradients, not the sign of their sum, which the largest of them would decide.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,47 +24,70 @@ class RoundingLinear(nn.Module):
     """A linear whose rounding is learned: ints = round(weight / scales + offset).
 
     offset [N, K] in [-0.5, 0.5]. factor [N, G] within FACTORS, of the scales of `start`, in whose
-    dtype scales are stored.
+    dtype scales are stored. rounded [N, K]: the weight as it is now, whose gradient `vote` takes.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, start: QTensor) -> None:
         super().__init__()
         self.spec, self.dtype, self.bias = start.spec, start.scales.dtype, bias
         self.weight, self.first = weight.float(), start.scales.float()
-        self.offset = nn.Parameter(torch.zeros_like(self.weight))
-        self.factor = nn.Parameter(torch.ones_like(self.first))
+        self.offset, self.factor = torch.zeros_like(self.weight), torch.ones_like(self.first)
+        self.begin()
 
-    def scales(self) -> Tensor:
-        """Scales [N, G] as they will be stored, differentiable in `factor`."""
-        exact = self.first * self.factor
-        stored = exact.detach().to(self.dtype).float()
-        return exact + (stored - exact.detach())
+    def begin(self) -> None:
+        """Round anew, and forget the votes."""
+        scales, exact, ints = self._ints()
+        # How a weight moves with its offset and with its scale's factor, but for the scale's size.
+        # Rounding counts as the identity; beyond the largest integer nothing moves with the offset.
+        by_offset = exact.round().eq(ints) * scales.sign()
+        self.by_factor = ints * scales.sign() - by_offset * self._grouped(self.weight) / scales
+        self.by_offset = by_offset.view_as(self.weight).to(torch.int8)
+        self.rounded = (ints * scales).view_as(self.weight).requires_grad_()
+        self.votes = 0
+        self.offset_votes = torch.zeros_like(self.offset, dtype=torch.int16)
+        self.factor_votes = torch.zeros_like(self.factor)
 
-    def steps(self, scales: Tensor) -> Tensor:
-        """Integers [N, G, K/G], differentiable as if they were not rounded."""
-        n, groups = scales.shape
-        grouped = self.weight.view(n, groups, -1) / scales.unsqueeze(-1)
-        exact = grouped + self.offset.view(n, groups, -1)
-        rounded = exact + (exact.detach().round() - exact.detach())
-        return rounded.clamp(self.spec.qmin, self.spec.qmax)
+    def vote(self, gradient: Tensor) -> None:
+        """Count a window's vote: the signs of its gradients by offset and factor, which follow
+        from that by `rounded` [N, K].
+        """
+        self.votes += 1
+        self.offset_votes += gradient.sign().to(torch.int8) * self.by_offset
+        self.factor_votes += (self._grouped(gradient) * self.by_factor).sum(-1).sign()
+
+    def move(self, rate: float) -> None:
+        """Against the mean of the votes, by at most `rate`."""
+        self.offset.sub_(self.offset_votes, alpha=rate / self.votes).clamp_(-0.5, 0.5)
+        self.factor.sub_(self.factor_votes, alpha=rate / self.votes).clamp_(*FACTORS)
 
     def forward(self, x: Tensor) -> Tensor:
-        scales = self.scales()
-        weight = (self.steps(scales) * scales.unsqueeze(-1)).view_as(self.weight)
         if self.spec.activation_bits is not None:
             x = straight_through_int8(x)
-        return nn.functional.linear(x, weight, self.bias)
+        return nn.functional.linear(x, self.rounded, self.bias)
 
-    @torch.no_grad()
     def qtensor(self) -> QTensor:
         """The weight as it was learned."""
+        scales, _, ints = self._ints()
+        return QTensor(
+            ints.view_as(self.weight).to(torch.int8), scales.squeeze(-1).to(self.dtype), self.spec
+        )
+
+    def scales(self) -> Tensor:
+        """[N, G, 1], as they will be stored."""
+        return (self.first * self.factor).to(self.dtype).float().unsqueeze(-1)
+
+    def _ints(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Scales; weights in steps of them [N, G, K / G], before and after rounding."""
         scales = self.scales()
-        ints = self.steps(scales).reshape(self.weight.shape).to(torch.int8)
-        return QTensor(ints, scales.to(self.dtype), self.spec)
+        exact = self._grouped(self.weight) / scales + self._grouped(self.offset)
+        return scales, exact, exact.round().clamp_(self.spec.qmin, self.spec.qmax)
+
+    def _grouped(self, weight: Tensor) -> Tensor:
+        return weight.view(*self.first.shape, -1)
 
 
 @dataclass(frozen=True)
-class Batch:
+class Window:
     """What a block got and should give, [B, T, H] each, with its other arguments (masks, rotary
     tables); tokens [B, T]: 1 where the output counts, else 0.
     """
@@ -77,42 +101,38 @@ class Batch:
 def learn(
     block: nn.Module,
     linears: Mapping[str, RoundingLinear],
-    batches: Iterator[Batch],
+    steps: Iterator[Iterable[Window]],
     *,
-    steps: int,
+    count: int,
     rate: float,
-) -> tuple[float, float]:
+) -> None:
     """Learn the rounding of `linears`, which stand in their places in `block`.
 
-    rate: by which an offset moves in the first step, falling to 0 in the last.
-    Matrix products are in bfloat16, the rest in float32. Returns the error |Y - Y'|^2 / |Y|^2 of
-    the first batches and of the last.
+    steps: the windows of one step after the other, each with a vote; `count` of them are taken.
+    rate: by which an offset moves in the first step at most, falling to 0 in the last. Matrix
+    products are in bfloat16, the rest in float32.
     """
-    offsets = [linear.offset for linear in linears.values()]
-    factors = [linear.factor for linear in linears.values()]
-    device = offsets[0].device.type
-    errors = []
-    for step in range(steps):
-        batch = next(batches)
-        with torch.enable_grad():
-            with torch.autocast(device, torch.bfloat16):
-                outputs = block(batch.inputs, **batch.call)
-            error = relative_error(outputs, batch)
-            gradients = torch.autograd.grad(error, [*offsets, *factors])
-        errors.append(float(error.detach()))
-        now = rate * (1 - step / steps)
-        for parameter, gradient in zip([*offsets, *factors], gradients, strict=True):
-            parameter.data.sub_(gradient.sign(), alpha=now)
-        for offset in offsets:
-            offset.data.clamp_(-0.5, 0.5)
-        for factor in factors:
-            factor.data.clamp_(*FACTORS)
-    few = max(1, steps // 10)
-    return sum(errors[:few]) / few, sum(errors[-few:]) / few
+    device = next(iter(linears.values())).weight.device.type
+    for step in range(count):
+        for linear in linears.values():
+            linear.begin()
+        for window in next(steps):
+            with torch.enable_grad():
+                with torch.autocast(device, torch.bfloat16):
+                    outputs = block(window.inputs, **window.call)
+                error = relative_error(outputs, window)
+                wanted = [linear.rounded for linear in linears.values()]
+                gradients = torch.autograd.grad(error, wanted)
+            for linear, gradient in zip(linears.values(), gradients, strict=True):
+                linear.vote(gradient)
+        for linear in linears.values():
+            linear.move(rate * (1 - step / count))
+    for linear in linears.values():
+        linear.begin()
 
 
-def relative_error(outputs: Tensor, batch: Batch) -> Tensor:
+def relative_error(outputs: Tensor, window: Window) -> Tensor:
     """|Y - Y'|^2 / |Y|^2 over the tokens that count."""
-    counts = batch.tokens.unsqueeze(-1)
-    difference = (outputs.float() - batch.targets) * counts
-    return difference.square().sum() / (batch.targets * counts).square().sum()
+    counts = window.tokens.unsqueeze(-1)
+    difference = (outputs.float() - window.targets) * counts
+    return difference.square().sum() / (window.targets * counts).square().sum()

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from compress import data, guards, heldout, hygiene
+from compress import data, guards, heldout, hygiene, written
 from compress.collector import Collector, layer_figures, picked_rows
 from compress.errors import ConfigError
 from compress.hidden import HiddenStates, together
@@ -26,7 +26,9 @@ from compress.preflight import preflight
 from compress.stage import Run
 
 WINDOWS = "windows.safetensors"
-"""Token ids and mask [n, T] of the calibration windows, for stages that read them again."""
+"""Token ids and mask [n, T] of the calibration windows, and ids `written` [m, T] by the model, for
+stages that read them again.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,12 @@ class Calibrate:
     rows: inputs of each linear kept as they are, for searches that need real ones.
     least_tokens: tokens, without padding, that have to reach every linear.
     heldout_windows, heldout_length: held-out text on which every later stage is measured.
-    batch: windows that go through a block together.
+    batch: windows that go through a block together. written: windows that the model writes itself,
+    for quantize.rounding=learned to learn from; the whole model is in memory for that.
     """
 
     name: ClassVar[str] = "calibrate"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = "statistics"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "device")
@@ -59,6 +62,7 @@ class Calibrate:
     heldout_windows: int = 8
     heldout_length: int = 256
     batch: int = 4
+    written: int = 0
 
     def __post_init__(self) -> None:
         problems = [
@@ -69,6 +73,7 @@ class Calibrate:
                 ("heldout_windows", self.heldout_windows, 1),
                 ("heldout_length", self.heldout_length, 16),
                 ("batch", self.batch, 1),
+                ("written", self.written, 0),
             )
             if value < least
         ]
@@ -86,7 +91,7 @@ class Calibrate:
         if "quantize" in config.stages:
             preflight(model.config, config)  # refuses what would be refused after all this work
         dtype = storage_dtype(model.config, config.model.dtype)
-        windows, held = self._windows(run, model)
+        windows, held, leading = self._windows(run, model)
         hygiene.refuse_few("data", windows.tokens, self.least_tokens)
         if dtype == torch.float16:
             guards.refuse_large_weights(model.tensors)  # reads them all, so after the counting
@@ -95,7 +100,19 @@ class Calibrate:
         notes = hygiene.text_notes(windows, held, tokens_diverge)
         for note in notes:
             logger.info(f"  {note}")
-        save_file({"ids": windows.ids, "mask": windows.mask}, out / WINDOWS)
+        kept = {"ids": windows.ids, "mask": windows.mask}
+        if self.written:
+            kept["written"] = written.write(
+                run.artifacts["dense"],
+                windows,
+                self.written,
+                leading=leading,
+                seed=config.seed,
+                work=run.work,
+                device=config.device,
+                trust_remote_code=config.model.trust_remote_code,
+            )
+        save_file(kept, out / WINDOWS)
 
         streams = (
             Stream("calibration", windows, picked_rows(windows.mask, self.rows)),
@@ -122,6 +139,7 @@ class Calibrate:
         return {
             **hygiene.counts(windows),
             "source": windows.description,
+            "written": self.written,
             "ppl": calibration_perplexity,
             **figures,
             "heldout": {
@@ -134,7 +152,8 @@ class Calibrate:
             "notes": notes + later,
         }
 
-    def _windows(self, run: Run, model: BlockModel) -> tuple[data.Windows, data.Windows]:
+    def _windows(self, run: Run, model: BlockModel) -> tuple[data.Windows, data.Windows, list[int]]:
+        """Windows to calibrate on, others held out, and the tokens that every text begins with."""
         tokenizer = AutoTokenizer.from_pretrained(
             run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
         )
@@ -160,7 +179,7 @@ class Calibrate:
             seed=settings.seed,
             description=description,
         )
-        return windows, held_windows
+        return windows, held_windows, data.leading_ids(tokenizer)
 
     def _measure(
         self,

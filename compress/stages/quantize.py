@@ -40,12 +40,12 @@ class Quantize:
     smooth: move outliers from activations to weights, strength searched per layer.
     clip: search the largest weight that is kept, per channel or group.
     rounding: nearest; gptq (a column at a time, the rest makes up for it); or learned (block by
-    block, over `steps` steps of `batch` windows; `rate`: by how much of a weight's step its
-    rounding moves in the first).
+    block, over `steps` steps of `batch` windows, those of `calibrate.written` among them; `rate`:
+    by how much of a weight's step its rounding moves in the first).
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics")
     gives: ClassVar[str | None] = "quantized"
     shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "seed", "budget")
@@ -57,9 +57,9 @@ class Quantize:
     smooth: bool = True
     clip: bool = True
     rounding: str = "nearest"
-    steps: int = 100
+    steps: int = 150
     batch: int = 8
-    rate: float = 0.01
+    rate: float = 0.015
 
     def __post_init__(self) -> None:
         problems = []

@@ -102,7 +102,7 @@ def test_killed_between_the_blocks_of_a_rounding_that_sees_data(
     small: Small, tmp_path: Path, rounding: str
 ) -> None:
     settings = ("stages=[plan,calibrate,quantize]", f"quantize.rounding={rounding}")
-    settings = (*settings, "quantize.steps=3", "quantize.batch=4")
+    settings = (*settings, "quantize.steps=3", "quantize.batch=4", "calibrate.written=2")
     assert forked(lambda: killed_in_bar("quantize", 2, small(*settings))) == -9
     out, other = Path(small().out or ""), tmp_path / "other"
     assert HiddenStates(out / "stages" / "quantize.partial" / "work").done("quantized") == 2

@@ -1,12 +1,13 @@
 """Learned rounding: what it may change, and that it pays."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 import torch
 from torch import nn
 
-from compress.algorithms.learned import Batch, RoundingLinear, learn, relative_error
+from compress.algorithms.learned import RoundingLinear, Window, learn, relative_error
 from compress.algorithms.rtn import rtn
 from compress.qtensor import QuantSpec
 
@@ -44,42 +45,70 @@ def test_nothing_learned_is_plain_rounding(spec: QuantSpec, dtype: torch.dtype) 
 def test_what_is_learned_is_what_comes_out() -> None:
     linear = rounding(Block().down, W4G32, torch.bfloat16)
     generator = torch.Generator().manual_seed(1)
-    linear.offset.data = torch.rand(64, 96, generator=generator) - 0.5
-    linear.factor.data = 0.5 + torch.rand(64, 3, generator=generator) / 2
+    linear.offset = torch.rand(64, 96, generator=generator) - 0.5
+    linear.factor = 0.5 + torch.rand(64, 3, generator=generator) / 2
+    linear.begin()
     x = torch.randn(5, 96, generator=generator)
     assert torch.allclose(linear(x), x @ linear.qtensor().dequantize().T, atol=1e-5)
 
 
-def batches(block: Block, seed: int) -> Iterator[Batch]:
+def windows(block: Block, seed: int) -> Iterator[Window]:
     generator = torch.Generator().manual_seed(seed)
     while True:
-        x = torch.randn(2, 64, 64, generator=generator)
-        tokens = torch.ones(2, 64)
+        x = torch.randn(1, 64, 64, generator=generator)
+        tokens = torch.ones(1, 64)
         tokens[:, 60:] = 0
         with torch.no_grad():
             y = block(x, gain=8.0)
         y[:, 60:] = 1e4  # padding, of which nothing may be learned
-        yield Batch(x, y, tokens, {"gain": 8.0})
+        yield Window(x, y, tokens, {"gain": 8.0})
 
 
+def in_steps(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
+    while True:
+        yield list(islice(windows, size))
+
+
+@torch.no_grad()
 def test_the_output_moves_less_than_by_plain_rounding() -> None:
     original, block = Block(), Block().requires_grad_(False)
     linears = {n: rounding(getattr(block, n), W4G32, torch.bfloat16) for n in ("up", "down")}
     for name, linear in linears.items():
         setattr(block, name, linear)
-    unseen = next(batches(original, seed=5))
+    unseen = next(windows(original, seed=5))
 
     def error() -> float:
-        with torch.no_grad():
-            return float(relative_error(block(unseen.inputs, gain=8.0), unseen))
+        return float(relative_error(block(unseen.inputs, gain=8.0), unseen))
 
     before = error()
-    first, last = learn(block, linears, batches(original, seed=0), steps=60, rate=1 / 60)
-    assert last < 0.8 * first
+    steps = in_steps(windows(original, seed=0), 2)
+    learn(block, linears, steps, count=60, rate=1 / 60)
     assert error() < 0.8 * before
     for linear in linears.values():
-        moved = linear.qtensor().ints - torch.round(
-            linear.weight.view(len(linear.weight), -1, 32) / linear.scales().unsqueeze(-1)
-        ).view_as(linear.weight)
+        steps_of = linear.weight.view(len(linear.weight), -1, 32) / linear.scales()
+        moved = linear.qtensor().ints - steps_of.round().view_as(linear.weight)
         assert moved.abs().max() <= 1
         assert moved.abs().max() > 0
+
+
+@pytest.mark.parametrize("spec", [W4G32, QuantSpec(4)], ids=lambda s: s.scheme)
+def test_votes_are_the_signs_of_the_gradients(spec: QuantSpec) -> None:
+    linear = rounding(Block().down, spec, torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    linear.offset.uniform_(-0.5, 0.5, generator=generator)
+    linear.factor.uniform_(0.5, 1.0, generator=generator)
+    linear.begin()
+    gradient = torch.randn(64, 96, generator=generator)
+    linear.vote(gradient)
+
+    offset, factor = linear.offset.clone().requires_grad_(), linear.factor.clone().requires_grad_()
+    scales = (linear.first * factor).unsqueeze(-1)
+    exact = linear.weight.view(64, len(linear.first[0]), -1) / scales
+    exact = exact + offset.view_as(exact)
+    straight = exact + (exact.round() - exact).detach()
+    rounded = straight.clamp(spec.qmin, spec.qmax) * scales
+    rounded.backward(gradient.view_as(rounded))
+    assert torch.equal(linear.rounded.detach(), rounded.detach().view_as(linear.rounded))
+    assert torch.equal(linear.offset_votes.float(), offset.grad.sign())
+    assert torch.equal(linear.factor_votes, factor.grad.sign())
+    assert {-1, 0, 1} == set(linear.offset_votes.unique().tolist())
