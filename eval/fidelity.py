@@ -8,7 +8,7 @@ last hidden states [n, T, H] and the output head [V, H], from which the logits a
 chunk of positions at a time. So the two models need not be in memory together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from compress.log import progress
 from compress.runtime.cache import all_logits
 
 LEAST_WINDOW = 64
+WORST, CHOICES = 8, 3  # tokens told of one by one, and what each model would have said there
 CHUNK = 128  # positions whose logits are in float32 at once: 78 MB at V = 152 thousand
 
 
@@ -36,18 +37,35 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class Disagreement:
+    """A place where two models expect very different tokens: after `position` of `window`.
+
+    kl: there, in nats. before, after: the likeliest tokens by the original and by the compressed,
+    (id, probability) each.
+    """
+
+    kl: float
+    window: int
+    position: int
+    before: list[tuple[int, float]]
+    after: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Fidelity:
-    """How two models' next-token predictions compare; each list holds one value a window.
+    """How two models' next-token predictions compare; each list of numbers holds one a window.
 
     kl: KL(original || compressed) in nats a token, over the whole vocabulary. top1: share of
     positions, 0 to 1, where both find the same token likeliest. nll_before and nll_after: mean
     negative log-likelihood of the text, in nats a token, by the original and by the compressed.
+    worst: the places of the largest KL of all, the largest first.
     """
 
     kl: list[float]
     top1: list[float]
     nll_before: list[float]
     nll_after: list[float]
+    worst: list[Disagreement] = field(default_factory=list)
 
     @property
     def mean_kl(self) -> float:
@@ -134,17 +152,18 @@ def compare_to(
     head, bias = reference.head.to(model.device), reference.bias.to(model.device)
     result = Fidelity([], [], [], [])
     bar = progress(windows, f"{str(model.dtype).removeprefix('torch.')} beside it", "window")
-    for row, hidden in zip(bar, reference.hidden, strict=True):
+    for index, (row, hidden) in enumerate(zip(bar, reference.hidden, strict=True)):
         ids = row.to(model.device)
         logits = all_logits(model, ids[None], kv_cache)[0, :-1]
         if logits.shape[1] != len(head):
             raise ValueError(f"vocabulary of {logits.shape[1]}; the original's is {len(head)}")
         sums = torch.zeros(4, dtype=torch.float64, device=model.device)
         for part in torch.arange(len(logits), device=model.device).split(CHUNK):
-            truth = F.linear(hidden.to(model.device)[part], head, bias)
-            sums += _sums(
-                truth.log_softmax(-1), logits[part].float().log_softmax(-1), ids[part + 1]
-            )
+            p = F.linear(hidden.to(model.device)[part], head, bias).log_softmax(-1)
+            q = logits[part].float().log_softmax(-1)
+            found = _by_position(p, q, ids[part + 1])
+            sums += found.sum(1)
+            _keep_worst(result.worst, found[0], p, q, index, int(part[0]))
         for values, value in zip(
             (result.kl, result.top1, result.nll_before, result.nll_after),
             (sums / len(logits)).tolist(),
@@ -154,12 +173,29 @@ def compare_to(
     return result
 
 
-def _sums(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
-    """Sums over positions of KL, agreement and both losses [4], from log-probabilities [C, V]."""
+def _by_position(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+    """KL, agreement and both losses [4, C] at every position, from log-probabilities [C, V]."""
     kl = (p.exp() * (p - q)).sum(-1)
     same = p.argmax(-1) == q.argmax(-1)
     loss_p, loss_q = (-x.gather(1, tokens[:, None])[:, 0] for x in (p, q))
-    return torch.stack([x.double().sum() for x in (kl, same, loss_p, loss_q)])
+    return torch.stack([x.double() for x in (kl, same, loss_p, loss_q)])
+
+
+def _keep_worst(
+    worst: list[Disagreement], kl: Tensor, p: Tensor, q: Tensor, window: int, first: int
+) -> None:
+    """Put the positions of the largest `kl` [C] among `worst`, which stays WORST long, in order.
+
+    p, q: log-probabilities [C, V]. first: the position in the window that row 0 stands for.
+    """
+    for row in kl.topk(min(WORST, len(kl))).indices.tolist():
+        expected = [
+            [(int(i), float(x.exp())) for x, i in zip(*found[row].topk(CHOICES), strict=True)]
+            for found in (p, q)
+        ]
+        worst.append(Disagreement(float(kl[row]), window, first + row, *expected))
+    worst.sort(key=lambda found: -found.kl)
+    del worst[WORST:]
 
 
 def compare(original: PreTrainedModel, compressed: PreTrainedModel, windows: Tensor) -> Fidelity:

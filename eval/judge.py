@@ -17,12 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.artifact import write_json
 from compress.eval import diagnosis, fidelity, layers, sheet, statistics
 from compress.eval.answers import Answer, ask, compare, fitting
-from compress.eval.fidelity import Fidelity, Reference
+from compress.eval.fidelity import Disagreement, Fidelity, Reference
 from compress.eval.items import Item, items
 from compress.eval.layers import Blocks
 from compress.eval.tasks import Task
 from compress.log import logger
 from compress.runtime.loader import load
+
+SHOWN = 24  # tokens of the text before a disagreement
 
 Questions = list[tuple[Task, list[Item]]]
 Job = tuple[str, Callable[[PreTrainedModel], Any]]
@@ -85,12 +87,15 @@ class Judge:
             rows += compare(task, its, old, new, seed=seed)
             outputs += sheet.side_by_side(task, its, old, new)
             drifts += sheet.drift(task, old, new)
-        close, floor = Fidelity(**after["fidelity"]), Fidelity(**before["fidelity"])
+        close, floor = (_restored(found["fidelity"]) for found in (after, before))
         blocks, served = Blocks(**after["blocks"]), Blocks(**before["blocks"])
         trust = self.trust_remote_code
         prints = [diagnosis.fingerprint(f, trust_remote_code=trust) for f in (dense, checkpoint)]
         scores = {
-            "fidelity": _fidelity(close, floor, seed),
+            "fidelity": {
+                **_fidelity(close, floor, seed),
+                "worst": [self._told(place) for place in close.worst],
+            },
             "blocks": {**asdict(blocks), "error_floor": served.error},
             "faults": diagnosis.faults(self._as_it_should_be(prints[0]), prints[1], blocks, served),
             "tasks": rows,
@@ -100,6 +105,20 @@ class Judge:
 
     def _as_it_should_be(self, original: diagnosis.Fingerprint) -> diagnosis.Fingerprint:
         return original if self.rope is None else replace(original, rope=self.rope)
+
+    def _told(self, place: Disagreement) -> dict[str, Any]:
+        """A disagreement in words: the text before it, what follows, and what each expected."""
+        ids, here = self.windows[place.window], place.position + 1
+        read = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
+        return {
+            "kl": place.kl,
+            "window": place.window,
+            "position": place.position,
+            "text": read(ids[max(0, here - SHOWN) : here]),
+            "follows": read(ids[here : here + 1]),
+            "before": [{"token": read([token]), "p": p} for token, p in place.before],
+            "after": [{"token": read([token]), "p": p} for token, p in place.after],
+        }
 
     @property
     def _folder(self) -> Path:
@@ -191,6 +210,11 @@ def _fits(model: PreTrainedModel) -> bool:
     return needed <= 0.8 * free
 
 
+def _restored(found: dict[str, Any]) -> Fidelity:
+    """Fidelity as it was written to JSON."""
+    return Fidelity(**{**found, "worst": [Disagreement(**place) for place in found["worst"]]})
+
+
 def _fidelity(close: Fidelity, floor: Fidelity, seed: int) -> dict[str, Any]:
     before, after = close.perplexity
     by_window = torch.tensor(close.kl, dtype=torch.float64).numpy()
@@ -201,5 +225,5 @@ def _fidelity(close: Fidelity, floor: Fidelity, seed: int) -> dict[str, Any]:
         "top1": close.mean_top1,
         "top1_floor": floor.mean_top1,
         "ppl": {"before": before, "after": after},
-        "by_window": asdict(close),
+        "by_window": {name: value for name, value in asdict(close).items() if name != "worst"},
     }

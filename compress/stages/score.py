@@ -32,7 +32,7 @@ class Score:
     """
 
     name: ClassVar[str] = "score"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     needs: ClassVar[tuple[str, ...]] = ("dense", "checkpoint")
     gives: ClassVar[str | None] = "scores"
     shares: ClassVar[tuple[str, ...]] = (

@@ -221,6 +221,17 @@ def score() -> dict[str, Any]:
             "windows": 8,
             "window_tokens": 1024,
             "text": "held-out.txt",
+            "worst": [
+                {
+                    "kl": 3.25,
+                    "window": 2,
+                    "position": 17,
+                    "text": "the town of Krato",
+                    "follows": "ch",
+                    "before": [{"token": "ch", "p": 0.91}, {"token": "k", "p": 0.04}],
+                    "after": [{"token": "m", "p": 0.55}, {"token": EVIL, "p": 0.2}],
+                }
+            ],
         },
         "blocks": {
             "error": [0.02 + 0.001 * b for b in range(BLOCKS)],

@@ -10,7 +10,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from compress.errors import UserError
-from compress.eval.fidelity import adds_bos, compare, compare_to, kl_floor, remember, windows
+from compress.eval.fidelity import (
+    CHOICES,
+    CHUNK,
+    WORST,
+    adds_bos,
+    compare,
+    compare_to,
+    kl_floor,
+    remember,
+    windows,
+)
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "models" / "stories260K"
 VOCABULARY = 258
@@ -72,6 +82,29 @@ def test_kl_of_a_shifted_logit_equals_the_closed_form(model, some_windows):
     expected = (torch.log(1 - p + p * math.e**2) - 2 * p).mean(1)
     assert found.kl == pytest.approx(expected.tolist(), rel=1e-4)
     assert min(found.kl) > 1e-4
+
+
+def test_the_worst_places_are_those_of_the_largest_kl(model, some_windows):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight += 0.5 * torch.randn(
+            other.lm_head.weight.shape, generator=torch.Generator().manual_seed(2)
+        )
+        p, q = (m(some_windows).logits[:, :-1].log_softmax(-1) for m in (model, other))
+    kl = (p.exp() * (p - q)).sum(-1)
+    largest, places = kl.flatten().topk(WORST)
+    found = compare(model, other, some_windows).worst
+    assert [place.kl for place in found] == pytest.approx(largest.tolist(), rel=1e-3)
+    columns = kl.shape[1]  # more than a chunk of positions
+    assert columns > CHUNK
+    wanted = [divmod(place, columns) for place in places.tolist()]
+    assert [(place.window, place.position) for place in found] == wanted
+    for place in found:
+        here = (place.window, place.position)
+        for told, logprobs in ((place.before, p), (place.after, q)):
+            likeliest = logprobs[here].exp().topk(CHOICES)
+            assert [token for token, _ in told] == likeliest.indices.tolist()
+            assert [x for _, x in told] == pytest.approx(likeliest.values.tolist(), rel=1e-3)
 
 
 def test_perplexity_and_agreement_equal_the_plain_computation(model, some_windows):

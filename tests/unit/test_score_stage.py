@@ -98,6 +98,10 @@ def test_scores_and_outputs_are_written(folders, text, tmp_path, loads):
     assert (close["windows"], close["window_tokens"]) == (2, 80)
     assert close["text"] == "held_out.txt"
     assert len(close["by_window"]["kl"]) == 2
+    worst = close["worst"]
+    assert len(worst) == 8
+    assert close["kl"] < worst[-1]["kl"] <= worst[0]["kl"]
+    assert all(place["text"] + place["follows"] in Path(text).read_text() for place in worst)
     assert [(row["name"], row["metric"]) for row in scores["tasks"]] == [
         ("knowledge", "normalized_accuracy"),
         ("commonsense", "accuracy"),
