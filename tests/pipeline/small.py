@@ -25,6 +25,7 @@ SMALL = (
     "distill.measures=2",
     "extend.steps=12",
     "extend.heldout_windows=1",
+    "extend.keys=0",
     "serve.prompt_tokens=8",
     "serve.new_tokens=4",
     "serve.requests=2",

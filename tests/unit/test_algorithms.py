@@ -1,16 +1,12 @@
 """The algorithms against their definitions."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoConfig, LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from compress.algorithms import rope
 from compress.algorithms.blockwise import error_of_rtn, even_rows, report_on, smooth_block
 from compress.algorithms.rtn import rtn, scales_for, search_clip
 from compress.algorithms.smooth import fake_quantize, search_strength, tied
@@ -200,32 +196,6 @@ def test_top_k_divergence_bounds_the_full_one_and_reaches_it() -> None:
     assert 0 < some < full
     assert every == pytest.approx(full, rel=0.01)
     assert float(kl_top_k(teacher, *top_k(teacher, 8))) == pytest.approx(0, abs=2e-3)
-
-
-@pytest.mark.parametrize("method", rope.METHODS)
-def test_scaled_rope_is_what_transformers_computes(method: str) -> None:
-    parameters = {"rope_type": "default", "rope_theta": 10000.0}
-    scaled = rope.scaled(method, parameters, 4.0, 64, 2048)
-    config = LlamaConfig(
-        hidden_size=256, num_attention_heads=4, max_position_embeddings=8192, rope_parameters=scaled
-    )
-    pairs = torch.arange(0, 64, 2) / 64
-    plain = 10000.0**-pairs
-    kind = scaled["rope_type"]
-    if kind == "default":
-        model = skeleton(LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 1}), torch.float32)
-        found = model.model.rotary_emb.inv_freq
-        assert torch.allclose(found, (10000.0 * 4 ** (64 / 62)) ** -pairs)
-        assert float(found[-1]) == pytest.approx(float(plain[-1]) / 4)  # the slowest by the factor
-        assert float(found[0]) == 1  # the fastest not at all
-        return
-    found, temperature = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    if kind == "linear":
-        assert torch.allclose(found, plain / 4)
-        return
-    assert float(found[0]) == pytest.approx(1)
-    assert float(found[-1]) == pytest.approx(float(plain[-1]) / 4)
-    assert temperature == pytest.approx(0.1 * math.log(4) + 1)
 
 
 def test_feeds_are_for_blocks_that_are_known() -> None:

@@ -1,0 +1,165 @@
+"""A fine-tune for a longer window: on pieces of long documents, and on numbers hidden in them."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.algorithms.rope import skipping
+from compress.errors import UserError
+from compress.eval.length import leading
+from compress.eval.length_needles import TAUGHT, hide
+from compress.long_window import losses
+from compress.trainable import ROTATED, norms_and
+from compress.training import History, Schedule, train
+
+LEAST = 16
+"""Tokens of a piece: a shorter end of a document is left out."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of tokens `ids` [t] that attends to nothing else. answer: where the tokens are whose
+    loss counts; None: all but the first.
+    """
+
+    ids: Tensor
+    answer: slice | None = None
+
+
+def batches(
+    docs: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    steps: int,
+    batch: int,
+    length: int,
+    passkey: float,
+    seed: int,
+) -> list[list[Piece]]:
+    """What each of `steps` steps learns from: `batch` windows of up to `length` tokens.
+
+    Documents are taken from the longest on, as many as are needed, and cut into pieces of `length`;
+    of shorter ones several fill a window, each a piece of its own. In `passkey` of the windows a
+    number is hidden and asked for at the end. Where there is less text, it is gone through again.
+    Raises UserError where there is none.
+    """
+    draw = random.Random(seed)
+    long, filler = _pieces(docs, tokenizer, length, steps * batch * length)
+    if not long:
+        raise UserError(f"extend: no document of {LEAST} tokens to train on; give longer text")
+    draw.shuffle(long)
+    following = cycle(long)
+    hidden = set(draw.sample(range(steps * batch), round(passkey * steps * batch)))
+    windows = []
+    for number in range(steps * batch):
+        text = None
+        if number in hidden:
+            text = hide(tokenizer, filler, length, [draw.random()], TAUGHT, draw.randrange(1 << 30))
+        if text is not None:
+            windows.append([Piece(text.ids, text.answers[0])])
+            continue
+        window = [next(following)]
+        while sum(len(piece.ids) for piece in window) + LEAST <= length:
+            room = length - sum(len(piece.ids) for piece in window)
+            window.append(Piece(next(following).ids[:room]))
+        windows.append(window)
+    return [
+        [piece for window in windows[first : first + batch] for piece in window]
+        for first in range(0, len(windows), batch)
+    ]
+
+
+def _pieces(
+    docs: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, wanted: int
+) -> tuple[list[Piece], list[int]]:
+    """At least `wanted` tokens as pieces, from the longest documents; their tokens in a row too."""
+    start = leading(tokenizer)
+    body = length - len(start)
+    pieces: list[Piece] = []
+    row: list[int] = []
+    for doc in sorted(docs, key=len, reverse=True):
+        if len(row) >= wanted:
+            break
+        ids = tokenizer(doc, add_special_tokens=False, verbose=False).input_ids
+        row += ids
+        cut = [start + ids[first : first + body] for first in range(0, len(ids), body)]
+        pieces += [Piece(torch.tensor(piece)) for piece in cut if len(piece) >= LEAST]
+    return pieces, row
+
+
+def loss_of(
+    model: PreTrainedModel, pieces: Sequence[Piece], window: int, generator: torch.Generator
+) -> Tensor:
+    """The mean loss in nats of a batch, each piece weighing as many tokens as it has.
+
+    Pieces shorter than `window` tokens are spread over its positions (`rope.skipping`).
+    """
+    tokens = sum(len(piece.ids) for piece in pieces)
+    total = torch.zeros((), device=model.device)
+    for piece in pieces:
+        length = len(piece.ids)
+        positions = skipping(length, window, generator) if length < window else None
+        found = losses(model, piece.ids.unsqueeze(0).to(model.device), positions)[0]
+        if piece.answer is not None:
+            found = found[piece.answer.start - 1 : piece.answer.stop - 1]
+        total = total + found.mean() * (length / tokens)
+    return total
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    steps: Sequence[Sequence[Piece]],
+    window: int,
+    measure: Callable[[], float],
+    *,
+    rate: float,
+    measures: int,
+    work: Path,
+    seed: int,
+    dtype: torch.dtype,
+) -> History:
+    """Train norms, Q and K (and V where it is in one matrix with them) on a list of batches; the
+    step with the lowest `measure()` is left in the model. As `training.train`, also in resuming.
+    """
+
+    def loss(step: int) -> Tensor:
+        with checkpointing(model):
+            generator = torch.Generator().manual_seed(seed + step)
+            return loss_of(model, steps[step], window, generator)
+
+    return train(
+        [(rate, norms_and(ROTATED, model))],
+        loss,
+        measure,
+        Schedule(len(steps), measures=measures),
+        work,
+        what="extend",
+        dtype=dtype,
+    )
+
+
+@contextmanager
+def checkpointing(model: PreTrainedModel) -> Iterator[None]:
+    """Keep a block's input alone for the way back, and make the rest again when it is its turn.
+
+    transformers does so in training mode alone, which would switch dropout on: it stays off.
+    """
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    try:
+        yield
+    finally:
+        model.eval()
+        model.activation_checkpointing_disable()

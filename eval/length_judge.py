@@ -1,0 +1,70 @@
+"""All by which a model is judged on a long window: perplexities and retrieval."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.eval.length import leading, read, sliding_windows
+from compress.eval.length_needles import retrieve
+
+
+@dataclass(frozen=True)
+class LengthJudge:
+    """What models are measured on, the same for all.
+
+    ids: windows [n, T] of the new length. window: tokens of the old one. filler: tokens in which
+    numbers are hidden, `keys` of them at each of `depths` and `lengths`; 0 keys: none.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    ids: Tensor
+    window: int
+    filler: Sequence[int]
+    lengths: Sequence[int]
+    depths: Sequence[float]
+    keys: int
+    seed: int
+
+    def perplexities(self, model: PreTrainedModel) -> dict[str, Any]:
+        """`eval.length.Reading` as plain data."""
+        return asdict(read(model, self.ids, self.window, leading(self.tokenizer)))
+
+    def judge(self, model: PreTrainedModel) -> dict[str, Any]:
+        """`ppl`, as above, and `retrieval`, as from `eval.length_needles.retrieve`, or None."""
+        found = None
+        if self.keys:
+            where = (self.filler, self.lengths, self.depths, self.keys, self.seed)
+            found = retrieve(model, self.tokenizer, *where)
+        return {"ppl": self.perplexities(model), "retrieval": found}
+
+
+def length_judge(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    window: int,
+    longer: int,
+    windows: int,
+    keys: int,
+    depths: int,
+    seed: int,
+    description: str,
+) -> LengthJudge:
+    """A judge of windows of `longer` tokens, all from `text`; raises UserError where it is short.
+
+    Numbers are hidden in texts of half the old window, the whole of it, half the new one and the
+    whole of it, at `depths` depths from the beginning to the end.
+    """
+    return LengthJudge(
+        tokenizer,
+        sliding_windows(text, tokenizer, windows, longer, description),
+        window,
+        tokenizer(text, add_special_tokens=False, verbose=False).input_ids,
+        sorted({window // 2, window, longer // 2, longer}),
+        [row / max(1, depths - 1) for row in range(depths)],
+        keys,
+        seed,
+    )
