@@ -15,6 +15,7 @@ from compress.errors import GateError, UserError
 from compress.eval import gate
 from compress.machine import PeakDisk, PeakMemory, hardware, packages, release_memory
 from compress.stage import Run
+from compress.stages.report import CARD
 from compress.steps import MANIFESTS, Step, forced, plan_steps
 
 logger = log.logger
@@ -128,10 +129,15 @@ def _judge(config: Config, steps: list[Step]) -> None:
 
 
 def publish(out: Path) -> None:
-    """Put the report where a person looks for it: report.html, .md and .json in the run folder."""
-    for file in sorted((out / "stages" / "report").glob("report.*")):
+    """Put the report where a person looks for it: report.html, .md and .json in the run folder,
+    and the scores on the checkpoint's card.
+    """
+    made = out / "stages" / "report"
+    targets = {file: out / file.name for file in sorted(made.glob("report.*"))}
+    if (made / CARD).exists() and (out / "checkpoint").is_dir():
+        targets[made / CARD] = out / "checkpoint" / "README.md"
+    for file, target in targets.items():
         text = file.read_text(encoding="utf-8")
-        target = out / file.name
         if not target.exists() or target.read_text(encoding="utf-8") != text:
             write_text(target, text)
 

@@ -6,39 +6,29 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from compress.data import PYTHON_DOCS
 from compress.report import words
+from compress.report.pages import TEMPLATES, environment
 
 Metrics = Mapping[str, Mapping[str, Any]]
-
-TEMPLATES = Path(__file__).with_name("templates")
 
 
 def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
     """The card of a checkpoint made by `recipe` from `model` (a hub id, or a path).
 
-    `metrics_by_stage` maps the stages that ran (plan, calibrate, allocate, quantize, ...) to
-    their figures; a part of the card whose stage did not run is left out. The text holds no time,
-    date or path of this machine: equal inputs give equal bytes, as the rest of the checkpoint does.
+    `metrics_by_stage` maps the stages that ran (plan, calibrate, allocate, quantize, ..., score)
+    to their figures; a part of the card whose stage did not run is left out. The text holds no
+    time, date or path of this machine: equal inputs give equal bytes, as the rest of the checkpoint does.
     """
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=False,  # Markdown, made of our own figures
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters.update(size=words.size, count=words.count, significant=words.significant)
     stages = {
         name: metrics_by_stage.get(name)
-        for name in ("plan", "calibrate", "allocate", "quantize", "distill", "extend")
+        for name in ("plan", "calibrate", "allocate", "quantize", "distill", "extend", "score")
     }
     name = model_name(model)
     scheme = _scheme(stages)
-    return environment.get_template("card.md.jinja").render(
+    # Markdown, made of our own figures: nothing to escape.
+    template = environment(TEMPLATES, escape=False).get_template("card.md.jinja")
+    return template.render(
         front_matter=_front_matter(recipe, model, scheme),
         recipe=recipe,
         name=name,

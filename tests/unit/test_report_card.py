@@ -80,6 +80,19 @@ def test_card_says_what_was_read_and_how_far_the_longer_window_moved_it() -> Non
     assert "24,576 tokens of 48 samples of CPython's documentation" in card
 
 
+def test_card_with_scores() -> None:
+    task = {"name": "short_answers", "metric": "contained", "n": 60, "before": 55.0, "after": 53.25}
+    close = {"kl": 0.01237, "top1": 0.9431, "ppl": {"before": 29.22, "after": None}}
+    close |= {"windows": 8, "window_tokens": 1024, "text": "held-out.txt"}
+    score = {"fidelity": close, "tasks": [task | {"ci95": [-5.0, 1.5]}]}
+    card = model_card("r", "owner/m", {"score": score})
+    assert "on 8 windows of 1,024 tokens (held-out.txt)" in card
+    assert "KL 0.0124 nats a token, the same likeliest next token at 94.3%" in card
+    assert "| short answers | contained | 60 | 55.0 | 53.2 | −1.8 (−5.0 to +1.5) |" in card
+    assert "KL divergence to the original" not in card
+    assert "\nLatencies are in the report" in card
+
+
 def test_card_without_figures() -> None:
     card = model_card("r", "owner/model", {})
     assert "What is known" not in card
