@@ -17,12 +17,14 @@ KEEP_EVERY = 10  # steps between two states on disk
 @dataclass(frozen=True)
 class Schedule:
     """steps in all; the learning rate rises over `warmup` of them and falls as a cosine to a tenth.
-    The model is measured `measures` times. Gradients are cut at norm `clip`.
+    The model is measured `measures` times; after `patience` of them in a row that are no better
+    than the best, training ends. Gradients are cut at norm `clip`.
     """
 
     steps: int
     warmup: float = 0.1
     measures: int = 4
+    patience: int | None = None
     clip: float = 1.0
 
     def rate(self, step: int) -> float:
@@ -37,6 +39,11 @@ class Schedule:
         """Whether the model is measured once `step` steps are done."""
         every = max(1, self.steps // self.measures)
         return step == self.steps or (step % every == 0 and self.steps - step >= every)
+
+    def gives_up(self, history: "History") -> bool:
+        """Whether the last `patience` measures were all no better than one before them."""
+        since = sum(point["step"] > history.best_step for point in history.curve)
+        return self.patience is not None and since >= self.patience
 
 
 @dataclass
@@ -92,6 +99,8 @@ def train(
     for step in progress(
         range(start, schedule.steps), what, "step", total=schedule.steps, done=start
     ):
+        if schedule.gives_up(history):
+            break
         for group, (rate, _) in zip(optimizer.param_groups, groups, strict=True):
             group["lr"] = rate * schedule.rate(step)
         optimizer.zero_grad(set_to_none=True)

@@ -1,114 +1,154 @@
 """distill: the original's soft labels win back what quantization lost."""
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoTokenizer
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from compress import checkpoint, data, heldout
-from compress.algorithms.soft_labels import kl_top_k, top_k
+from compress import checkpoint, data, heldout, labels
+from compress.algorithms.divergence import forward_kl, jensen_shannon, reverse_kl, soften
+from compress.algorithms.soft_labels import student_log_probabilities
+from compress.artifact import Artifact
 from compress.errors import ConfigError
-from compress.log import logger, progress
-from compress.model import BlockModel, storage_dtype
-from compress.source import describe
+from compress.labels import Batch, Labels, Teacher
+from compress.log import logger
+from compress.model import storage_dtype
+from compress.source import Model, describe, locate
 from compress.stage import Run
-from compress.trainable import ATTENTION_INPUTS, load_exact, make_trainable, norms_and, scales
+from compress.stages.calibrate import WINDOWS
+from compress.trainable import (
+    ATTENTION_INPUTS,
+    as_stored,
+    fewest_bits,
+    latents,
+    load_exact,
+    make_trainable,
+    norms_and,
+    scales,
+)
 from compress.training import Schedule, relative_groups, train
 
-CHUNK = 16  # windows for which the teacher's blocks are read once
+LOSSES = ("kl", "reverse_kl", "jensen_shannon")
+WHAT = ("scales", "latent")
+PRECISIONS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates: of scales relative to their mean size in each layer, of the rest as it is."""
+
+    scales: float
+    rest: float
+
+
+RATES = {4: Rates(1e-3, 2e-5), 8: Rates(1e-4, 5e-6)}
+"""By the fewest bits of a layer: what is coarse has more to win, and what is fine more to lose."""
 
 
 @dataclass(kw_only=True)
 class Distill:
-    """A short training of scales, norms and Q, K (and V in 16 bit) towards the original.
+    """A short training of the quantized model towards the original, or towards another teacher.
 
-    samples, length: windows of text for the labels, and tokens a window. top_k: the teacher's
-    likeliest tokens that are kept, with the remaining mass as one more. batch: windows a step.
-    epochs: times each window is seen. scale_rate: learning rate of the scales, relative to their
-    mean size in each layer; rate: of the rest. measures: how often the held-out KL is taken.
+    samples, length: windows of text, and tokens a window; those that calibrate.written made come
+    on top. teacher: the folder of another model with the same tokenizer; null: the original.
+    top_k: the teacher's likeliest tokens that are kept, with the remaining mass as one more.
+    train: `scales` (with norms, Q and K, and V in 16 bit; the integers stay) or `latent` (the
+    integers too, by latent weights that are rounded going forward).
+    batch: windows a step. epochs: times each window is seen. scale_rate: learning rate of the
+    scales, relative to their mean size in each layer; rate: of norms, Q, K, V; null: by the bits
+    (RATES). latent_rate: of latent weights, in steps of the grid.
+    loss: kl, reverse_kl or jensen_shannon, the last with the teacher's share beta; at this
+    temperature; hard: the share of cross-entropy with the text itself.
+    precision: arithmetic of the teacher and of the student while it learns; measured in float32.
+    measures: how often the held-out KL is taken; after `patience` of them that are no better than
+    the best, training ends.
     """
 
     name: ClassVar[str] = "distill"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics", "quantized")
     gives: ClassVar[str | None] = "quantized"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "device")
 
     samples: int = 32
     length: int = 512
+    teacher: str | None = None
     top_k: int = 64
+    train: str = "scales"
     batch: int = 2
     epochs: int = 1
-    scale_rate: float = 1e-2
-    rate: float = 2e-5
+    scale_rate: float | None = None
+    rate: float | None = None
+    latent_rate: float = 1e-2
+    loss: str = "kl"
+    beta: float = 0.5
+    temperature: float = 1.0
+    hard: float = 0.0
+    precision: str = "float32"
     measures: int = 4
+    patience: int = 3
 
     def __post_init__(self) -> None:
+        counts = ("top_k", "batch", "epochs", "measures", "patience", "samples")
+        least = {**dict.fromkeys(counts, 1), "length": 16}
         problems = [
-            f"distill.{name} is {value}; wanted at least {least}"
-            for name, value, least in (
-                ("samples", self.samples, 1),
-                ("length", self.length, 16),
-                ("top_k", self.top_k, 1),
-                ("batch", self.batch, 1),
-                ("epochs", self.epochs, 1),
-                ("measures", self.measures, 1),
-            )
-            if value < least
+            f"distill.{name} is {getattr(self, name)}; wanted at least {number}"
+            for name, number in least.items()
+            if getattr(self, name) < number
         ]
         problems += [
             f"distill.{name} is {value}; wanted above 0"
-            for name, value in (("scale_rate", self.scale_rate), ("rate", self.rate))
-            if value <= 0
+            for name in ("scale_rate", "rate", "latent_rate", "temperature")
+            if (value := getattr(self, name)) is not None and value <= 0
         ]
+        problems += [
+            f"distill.{name} is {getattr(self, name)!r}; wanted one of {', '.join(choices)}"
+            for name, choices in (("loss", LOSSES), ("train", WHAT), ("precision", PRECISIONS))
+            if getattr(self, name) not in choices
+        ]
+        if not 0 < self.beta < 1:
+            problems.append(f"distill.beta is {self.beta}; wanted between 0 and 1")
+        if not 0 <= self.hard <= 1:
+            problems.append(f"distill.hard is {self.hard}; wanted 0 to 1")
         if problems:
             raise ConfigError(problems)
 
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         config, source = run.config, run.artifacts["quantized"]
-        windows = self._windows(run)
-        labels = self._labels(run, windows)
-
-        model = make_trainable(load_exact(source, run.config))
-        dtype = storage_dtype(model.config, config.model.dtype)
-        groups = [
-            *relative_groups(self.scale_rate, scales(model)),
-            (self.rate, norms_and(ATTENTION_INPUTS, model)),
-        ]
-        steps = self.epochs * (len(windows.ids) // self.batch)
-        order = _order(len(windows.ids), self.epochs, config.seed)
+        made = self._labels(run)
+        model = make_trainable(load_exact(source, config), latent=self.train == "latent")
+        groups = self._groups(model)
+        steps = self.epochs * (len(made) // self.batch)
+        order = _order(len(made), self.epochs, config.seed)
 
         def loss_of(step: int) -> Tensor:
-            rows = order[step * self.batch : (step + 1) * self.batch]
-            mask = windows.mask[rows]
-            logits = model(
-                windows.ids[rows].to(model.device),
-                attention_mask=None if mask.all() else mask.to(model.device),
-                use_cache=False,
-            ).logits
-            real = mask.bool().to(model.device)
-            ids, probabilities = labels["ids"][rows], labels["probabilities"][rows]
-            return kl_top_k(
-                logits[real], ids.to(model.device)[real], probabilities.to(model.device)[real]
-            )
+            batch = made.batch(order[step * self.batch : (step + 1) * self.batch])
+            with torch.autocast(
+                model.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"
+            ):
+                logits = model(
+                    batch.ids.to(model.device),
+                    attention_mask=None if batch.mask.all() else batch.mask.to(model.device),
+                    use_cache=False,
+                ).logits
+            return self._loss(logits, batch)
 
         history = train(
             groups,
             loss_of,
             lambda: heldout.distance_of(model, run.artifacts["statistics"]).kl,
-            Schedule(steps, measures=self.measures),
+            Schedule(steps, measures=self.measures, patience=self.patience),
             run.work,
             what="distill",
-            dtype=dtype,
+            dtype=storage_dtype(model.config, config.model.dtype),
         )
         kept = history.best_step > 0
         if kept:
-            checkpoint.rewrite(source, out, history.best, describe(source))
+            checkpoint.rewrite(source, out, as_stored(model, history.best), describe(source))
         else:
             checkpoint.hand_on(source, out)
         before, after = _served_kl(run, source), _served_kl(run, out)
@@ -117,13 +157,16 @@ class Distill:
             if kept
             else f"  held-out KL {before:.4f} was not improved; handed on as it was"
         )
-        step_tokens = self.batch * windows.ids.shape[1]
+        done = history.curve[-1]["step"]
+        step_tokens = made.figures["tokens"] * self.batch // len(made)
+        weights = labels.linear_weights(source, config.model.trust_remote_code)
         return {
-            "labels": labels["figures"],
+            "labels": made.figures,
             "trained_parameters": sum(p.numel() for _, g in groups for p in g.values()),
-            "steps": steps,
+            "steps": done,
             "best_step": history.best_step,
-            "tokens": steps * step_tokens,
+            "tokens": done * step_tokens,
+            "flops": 6 * weights * done * step_tokens,
             "kl": {"before": before, "after": after},
             "curve": [
                 {"step": p["step"], "tokens": p["step"] * step_tokens, "kl": p["value"]}
@@ -134,10 +177,37 @@ class Distill:
             "notes": [] if kept else ["no step improved the held-out KL; the input is handed on"],
         }
 
+    def _groups(self, model: PreTrainedModel) -> list[tuple[float, dict[str, nn.Parameter]]]:
+        """What learns, each with its learning rate."""
+        default = RATES[fewest_bits(model)]
+        groups = relative_groups(self.scale_rate or default.scales, scales(model))
+        groups.append((self.rate or default.rest, norms_and(ATTENTION_INPUTS, model)))
+        if self.train == "latent":
+            groups.append((self.latent_rate, latents(model)))
+        return groups
+
+    def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The loss over all real positions, of logits [B, T, V]."""
+        real = batch.mask.bool().to(logits.device)
+        kept, teacher = batch.kept.to(logits.device)[real], batch.teacher.to(logits.device)[real]
+        p = soften(teacher, self.temperature)
+        q = soften(student_log_probabilities(logits[real], kept), self.temperature)
+        if self.loss == "jensen_shannon":
+            soft = jensen_shannon(p, q, self.beta)
+        else:
+            soft = {"kl": forward_kl, "reverse_kl": reverse_kl}[self.loss](p, q)
+        if self.hard == 0:
+            return soft
+        follows = real[:, 1:]  # padded on the right: what follows is real, so what it follows is
+        tokens = batch.ids.to(logits.device)[:, 1:][follows]
+        hard = nn.functional.cross_entropy(logits[:, :-1][follows].float(), tokens)
+        return (1 - self.hard) * soft + self.hard * hard
+
     def _windows(self, run: Run) -> data.Windows:
+        """Text from the data of the run, and what the model wrote for calibrate."""
         settings = run.config.data
         rest, _, _ = data.split(settings)
-        return data.windows(
+        text = data.windows(
             rest,
             AutoTokenizer.from_pretrained(
                 run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
@@ -147,63 +217,42 @@ class Distill:
             seed=run.config.seed + 1,
             description=settings.source,
         )
+        written = load_file(run.artifacts["statistics"] / WINDOWS).get("written")
+        return text if written is None else _joined(text, written)
 
-    @torch.no_grad()
-    def _labels(self, run: Run, windows: data.Windows) -> dict[str, Any]:
-        """The teacher's top-k ids and probabilities [n, T, k]; made once, kept on disk."""
-        teacher: BlockModel | None = None
-        started = time.monotonic()
-        parts = []
-        chunks = range(0, len(windows.ids), CHUNK)
-        for first in progress(chunks, "soft labels", "chunk", total=len(chunks)):
-            file = run.work / f"labels_{first:06d}.safetensors"
-            if not file.exists():
-                if teacher is None:
-                    teacher = BlockModel(
-                        run.artifacts["dense"],
-                        device=run.config.device,
-                        trust_remote_code=run.config.model.trust_remote_code,
-                    )
-                rows = slice(first, first + CHUNK)
-                _write_labels(teacher, windows.ids[rows], windows.mask[rows], self.top_k, file)
-            parts.append(load_file(file))
-        ids = torch.cat([part["ids"] for part in parts])
-        probabilities = torch.cat([part["probabilities"] for part in parts])
-        mass = probabilities.float().sum(-1)[windows.mask.bool()].mean()
-        figures = {
-            "tokens": windows.tokens,
-            "top_k": self.top_k,
-            "bytes": ids.numel() * ids.element_size()
-            + probabilities.numel() * probabilities.element_size(),
-            "seconds": time.monotonic() - started,
-            "mass": float(mass),
-        }
-        return {"ids": ids, "probabilities": probabilities, "figures": figures}
+    def _labels(self, run: Run) -> Labels:
+        """The teacher's labels, which stay beside the stages: other training settings read them."""
+        config, dense = run.config, run.artifacts["dense"]
+        trust = config.model.trust_remote_code
+        if self.teacher is None:
+            own = AutoConfig.from_pretrained(dense, trust_remote_code=trust).get_text_config()
+            folder, vocabulary = dense, own.vocab_size
+        else:
+            folder = locate(Model(path=self.teacher))
+            vocabulary = labels.shared_vocabulary(folder, dense, trust)
+        dtype = getattr(torch, self.precision)
+        stages = run.work.parent.parent
+        return labels.make(
+            Artifact("labels", stages / "labels", stages),
+            Teacher(folder, vocabulary, self.top_k, dtype, config.device, trust),
+            self._windows(run),
+        )
+
+
+def _joined(text: data.Windows, written: Tensor) -> data.Windows:
+    """`text` [n, T], and what the model wrote, in windows of the same length."""
+    length = text.ids.shape[1]
+    more = written.flatten()[: written.numel() // length * length].view(-1, length)
+    return replace(
+        text,
+        ids=torch.cat([text.ids, more]),
+        mask=torch.cat([text.mask, torch.ones_like(more)]),
+    )
 
 
 def _served_kl(run: Run, folder: Path) -> float:
     """The held-out KL of the model in `folder`, loaded from disk and run by the kernels."""
     return heldout.distance_of(load_exact(folder, run.config), run.artifacts["statistics"]).kl
-
-
-def _write_labels(teacher: BlockModel, ids: Tensor, mask: Tensor, k: int, file: Path) -> None:
-    batches = [
-        (i.to(teacher.device), m.to(teacher.device))
-        for i, m in zip(ids.split(2), mask.split(2), strict=True)
-    ]
-    hidden = [teacher.embed(i, m) for i, m in batches]
-    for index in range(len(teacher)):
-        with teacher.block(index) as block:
-            for number, (i, m) in enumerate(batches):
-                hidden[number] = block(hidden[number], **teacher.calls(i, m)[index])
-    kept = [top_k(teacher.logits(h[row : row + 1]), k) for h in hidden for row in range(len(h))]
-    aside = file.with_suffix(".tmp")
-    labels = {
-        "ids": torch.cat([ids for ids, _ in kept]).cpu(),
-        "probabilities": torch.cat([p for _, p in kept]).cpu(),
-    }
-    save_file(labels, aside)
-    aside.rename(file)
 
 
 def _order(count: int, epochs: int, seed: int) -> Tensor:

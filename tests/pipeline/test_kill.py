@@ -8,17 +8,17 @@ import pytest
 from small import die, forked
 from test_run import files
 
-from compress import pipeline, training
+from compress import labels, pipeline, training
 from compress.artifact import Artifact
 from compress.config import Config
 from compress.hidden import HiddenStates
-from compress.stages import calibrate, distill, quantize
+from compress.stages import calibrate, quantize
 
 Small = Callable[..., Config]
 
 BUILD = "stages=[plan,calibrate,quantize,distill,extend,export]"
 ALL = ("plan", "calibrate", "quantize", "distill", "extend", "export", "serve", "score", "report")
-WITH_BARS = (calibrate, quantize, distill, training)
+WITH_BARS = (calibrate, quantize, labels, training)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from transformers import AutoConfig, LlamaConfig
 from compress.algorithms.blockwise import error_of_rtn, even_rows, report_on, smooth_block
 from compress.algorithms.rtn import rtn, scales_for, search_clip
 from compress.algorithms.smooth import fake_quantize, search_strength, tied
-from compress.algorithms.soft_labels import kl_top_k, top_k
 from compress.model import skeleton
 from compress.qtensor import QuantSpec
 from compress.structure import feeds
@@ -185,17 +184,6 @@ def test_a_layer_report_says_what_the_layer_does() -> None:
 def test_even_rows_give_outputs_of_size_one() -> None:
     weight, rows = weights(16, 64), weights(10, 64, seed=7) * torch.logspace(-2, 3, 10).unsqueeze(1)
     assert torch.allclose((even_rows(rows, [weight]) @ weight.T).norm(dim=-1), torch.ones(10))
-
-
-def test_top_k_divergence_bounds_the_full_one_and_reaches_it() -> None:
-    teacher, student = weights(5, 50), weights(5, 50, seed=8)
-    p, q = teacher.log_softmax(-1), student.log_softmax(-1)
-    full = float((p.exp() * (p - q)).sum(-1).mean())
-    some = float(kl_top_k(student, *top_k(teacher, 8)))
-    every = float(kl_top_k(student, *top_k(teacher, 49)))
-    assert 0 < some < full
-    assert every == pytest.approx(full, rel=0.01)
-    assert float(kl_top_k(teacher, *top_k(teacher, 8))) == pytest.approx(0, abs=2e-3)
 
 
 def test_feeds_are_for_blocks_that_are_known() -> None:
