@@ -18,7 +18,8 @@ def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
 
     `metrics_by_stage` maps the stages that ran (plan, calibrate, allocate, quantize, ..., score)
     to their figures; a part of the card whose stage did not run is left out. The text holds no
-    time, date or path of this machine: equal inputs give equal bytes, as the rest of the checkpoint does.
+    time, date or path of this machine: equal inputs give equal bytes, as the rest of the
+    checkpoint does.
     """
     stages = {
         name: metrics_by_stage.get(name)
