@@ -6,8 +6,19 @@ from transformers import LlamaConfig, Phi3Config
 from compress.algorithms.smooth import fake_quantize
 from compress.kernels.w8a8.reference import quantize_per_token
 from compress.model import skeleton
-from compress.qtensor import QuantSpec
-from compress.trainable import ATTENTION_INPUTS, ROTATED, norms_and, straight_through_int8
+from compress.qtensor import QTensor, QuantSpec, pack_int32
+from compress.trainable import (
+    ATTENTION_INPUTS,
+    ROTATED,
+    LatentLinear,
+    ScaleLinear,
+    as_stored,
+    fewest_bits,
+    latents,
+    norms_and,
+    scales,
+    straight_through_int8,
+)
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
 
@@ -47,3 +58,53 @@ def test_what_rope_acts_on_is_q_and_k_and_v_only_where_fused() -> None:
     assert kinds(norms_and(ATTENTION_INPUTS, llama)) == norms | {"q_proj", "k_proj", "v_proj"}
     fused = skeleton(Phi3Config(**SIZES, pad_token_id=0), torch.float32)
     assert kinds(norms_and(ROTATED, fused)) == norms | {"qkv_proj"}
+
+
+W4 = QuantSpec(bits=4, group_size=32)
+
+
+def weight(seed: int = 0) -> QTensor:
+    generator = torch.Generator().manual_seed(seed)
+    ints = torch.randint(-8, 8, (6, 64), generator=generator, dtype=torch.int8)
+    return QTensor(ints, 0.01 + 0.01 * torch.rand((6, 2), generator=generator), W4)
+
+
+def test_latent_weights_begin_as_the_integers_and_stay_on_their_grid() -> None:
+    x = torch.randn(5, 64)
+    frozen, latent = ScaleLinear(weight(), None), LatentLinear(weight(), None)
+    assert torch.allclose(latent(x), frozen(x), atol=1e-6)
+    with torch.no_grad():
+        latent.latent += 0.49
+        assert torch.allclose(latent(x), frozen(x), atol=1e-6)
+        latent.latent += 100  # far above the largest integer
+    expected = torch.full((6, 64), 7.0) * latent.weight_scale.repeat_interleave(32, 1)
+    assert torch.allclose(latent(x), x @ expected.T, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_latent_weights_is_that_of_the_weight() -> None:
+    x, upstream = torch.randn(5, 64), torch.randn(5, 6)
+    linear = LatentLinear(weight(), None)
+    linear(x).backward(upstream)
+    assert linear.latent.grad is not None
+    expected = (upstream.T @ x) * linear.weight_scale.repeat_interleave(32, 1)
+    assert torch.allclose(linear.latent.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_latent_weights_are_stored_as_the_integers_that_they_round_to() -> None:
+    model = skeleton(LlamaConfig(**SIZES), torch.float32)
+    name = "model.layers.0.self_attn.o_proj"
+    model.set_submodule(name, LatentLinear(weight(), None))
+    assert fewest_bits(model) == 4
+    assert list(latents(model)) == [f"{name}.latent"]
+    assert list(scales(model)) == [f"{name}.weight_scale"]
+    learned = {
+        f"{name}.latent": weight().ints + torch.full((6, 64), 0.4),
+        f"{name}.weight_scale": weight().scales.bfloat16(),
+        "model.norm.weight": torch.ones(64),
+    }
+    found = as_stored(model, learned)
+    assert torch.equal(found[f"{name}.weight_packed"], pack_int32(weight().ints, 4))
+    assert found[f"{name}.weight_scale"].dtype == torch.bfloat16
+    assert found[f"{name}.weight_shape"].tolist() == [6, 64]
+    assert torch.equal(found["model.norm.weight"], torch.ones(64))
+    assert not any(key.endswith(".latent") for key in found)

@@ -60,3 +60,26 @@ def test_a_full_disk_leaves_the_state_before(tmp_path: Path) -> None:
     found = trained(tmp_path, 30)
     assert found.curve == wanted.curve
     assert torch.equal(found.best["weight"], wanted.best["weight"])
+
+
+def test_training_ends_after_measures_that_are_no_better(tmp_path: Path) -> None:
+    values = iter([1.0, 0.5, 0.7, 0.6, 0.4, 0.3])
+    weight = nn.Parameter(torch.zeros(3))
+
+    def run(work: Path, patience: int | None) -> History:
+        work.mkdir()
+        return train(
+            [(0.1, {"weight": weight})],
+            lambda step: weight.square().sum() + step,
+            lambda: next(values),
+            Schedule(50, measures=5, patience=patience),
+            work,
+            what="distill",
+            dtype=torch.float32,
+        )
+
+    stopped = run(tmp_path / "patient", 2)
+    assert [point["step"] for point in stopped.curve] == [0, 10, 20, 30]
+    assert stopped.best_step == 10
+    values = iter([1.0, 0.5, 0.7, 0.6, 0.4, 0.3])
+    assert [p["step"] for p in run(tmp_path / "on", None).curve] == [0, 10, 20, 30, 40, 50]
