@@ -14,17 +14,18 @@ from compress import checkpoint, choices, guards
 from compress.algorithms.budget import Option, assign
 from compress.artifact import fingerprint, write_json
 from compress.choices import SIXTEEN_BIT, Group, Offer, scheme_name
+from compress.clock import Clock
 from compress.engines import GROUP_SIZES
 from compress.errors import ConfigError, UserError
-from compress.hidden import FLOAT32
 from compress.log import logger
 from compress.model import BlockModel, storage_dtype
 from compress.qtensor import QuantSpec, parse_scheme
 from compress.report.words import SPACE, significant, size
-from compress.sensitivity import Sensitivity, Variant
+from compress.sensitivity import Sensitivity, Variant, Windows
 from compress.sizes import tensor_elements
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
+from compress.stages.quantize import ROUNDINGS
 
 FILE = "sensitivities.json"
 UNTRIED = "more than one format: vLLM and our runtime were tried with a mixture, SGLang was not"
@@ -34,30 +35,38 @@ UNTRIED = "more than one format: vLLM and our runtime were tried with a mixture,
 class Allocate:
     """Mixed precision: formats chosen layer by layer under the `budget` of the recipe.
 
-    What each group of linears costs in each format, alone, is measured as KL on calibration text
+    What each group of linears costs in each format, alone, is estimated as KL on calibration text
     (`Sensitivity`), and the sum of these is made least within the budget (`assign`). Off without a
-    budget; another budget on the same measurements (force=[allocate]) takes seconds, and
-    force=[calibrate] measures anew.
+    budget; another budget on the same estimates (force=[allocate]) takes seconds, and
+    force=[calibrate] makes them anew.
 
     choices: schemes to choose from beside 16 bit, such as [W4A16 g64, W8A16]; empty: those that go
     with the recipe's. Without INT8 activations these are 4 bit per channel, in the recipe's groups
-    and in groups of 32, and 8 bit per channel; else W8A8. windows, length: calibration text to
-    measure on. batch: windows that go through a block together.
+    and in groups of 32, and 8 bit per channel; else W8A8. windows, length: calibration text that
+    gradients are taken on. batch: windows that go through a block together. rounding, smooth: of
+    the formats on trial, those of quantize unless given; what is learned is tried by gptq.
     """
 
     name: ClassVar[str] = "allocate"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics")
     gives: ClassVar[str | None] = "statistics"
-    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "scheme")
+    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "seed", "scheme")
 
     choices: list[str] = field(default_factory=list)
-    windows: int = 4
-    length: int = 256
+    windows: int = 16
+    length: int = 512
     batch: int = 4
+    rounding: str = "gptq"
+    smooth: bool = True
 
     def __post_init__(self) -> None:
-        problems = [
+        problems = []
+        if self.rounding not in ROUNDINGS:
+            problems.append(
+                f"allocate.rounding is {self.rounding!r}; wanted one of {', '.join(ROUNDINGS)}"
+            )
+        problems += [
             f"allocate.{name} is {value}; wanted at least {least}"
             for name, value, least in (
                 ("windows", self.windows, 1),
@@ -98,9 +107,10 @@ class Allocate:
             model.config, model.skeleton, tensor_elements(model.folder)
         )
         room = choices.room(str(run.config.budget), groups, elements, itemsize=itemsize)
-        windows = load_file(statistics / WINDOWS)
-        ids, mask = (windows[n][: self.windows, : self.length] for n in ("ids", "mask"))
-        costs = self._measure(run, out, model, groups, ids, mask, dtype)
+        calibration = Windows(**load_file(statistics / WINDOWS))
+        tokens = int(self._part_of(calibration).mask.sum())
+        clock = Clock()
+        costs = self._measure(run, out, model, groups, calibration, dtype, clock)
         _refuse_unmeasured(groups, costs)
         options_of = [
             [Option(group.sizes[spec], cost[spec]) for spec in group.sizes]
@@ -125,12 +135,19 @@ class Allocate:
         others = itemsize * (sum(elements.values()) - found["weights"])
         return {
             "budget": run.config.budget,
-            "tokens": int(mask.sum()),
+            "tokens": tokens,
+            "rounding": self.rounding,
+            "seconds_by_part": clock.seconds,
             **found,
             "kept": {**unscaled, **found["kept"]},
             "checkpoint_bytes": others + found["bytes"],
             "notes": notes,
         }
+
+    def _part_of(self, calibration: Windows) -> Windows:
+        """The text that gradients are taken on."""
+        rows, columns = slice(self.windows), slice(self.length)
+        return Windows(calibration.ids[rows, columns], calibration.mask[rows, columns])
 
     def _measure(
         self,
@@ -138,9 +155,9 @@ class Allocate:
         out: Path,
         model: BlockModel,
         groups: Sequence[Group],
-        ids: torch.Tensor,
-        mask: torch.Tensor,
+        calibration: Windows,
         dtype: torch.dtype,
+        clock: Clock,
     ) -> list[dict[QuantSpec | None, float]]:
         """KL of each group in each of its formats; 0 in 16 bit. Kept in `out`."""
         variants: list[list[Variant]] = [[] for _ in range(len(model))]
@@ -163,15 +180,23 @@ class Allocate:
         }
         kl = _measured_before(run, key)
         if kl is None:
-            streams = sum(map(len, variants)) + 1
-            channels = model.config.get_text_config().hidden_size
-            disk = size(FLOAT32 * streams * ids.numel() * channels).replace(SPACE, " ")
-            logger.info(
-                f"  {streams - 1} variants on {ids.numel()} tokens: {disk} of temporary disk"
+            sensitivity = Sensitivity(
+                model,
+                self._part_of(calibration),
+                calibration,
+                variants,
+                run.artifacts["statistics"],
+                dtype,
+                run.work,
+                self.batch,
+                rounding="nearest" if self.rounding == "nearest" else "gptq",
+                smooth=self.smooth,
+                seed=run.config.seed,
+                clock=clock,
             )
-            kl = Sensitivity(
-                model, ids, mask, variants, run.artifacts["statistics"], dtype, run.work, self.batch
-            ).measure()
+            disk = size(sensitivity.disk).replace(SPACE, " ")
+            logger.info(f"  {sum(map(len, variants))} variants: {disk} of temporary disk")
+            kl = sensitivity.measure()
         write_json(out / FILE, {"key": fingerprint(key), "kl": kl})
         return [
             {**{spec: kl[index][number] for spec, index, number in places_of}, None: 0.0}

@@ -232,4 +232,5 @@ def test_killed_it_goes_on_and_ends_with_the_same_bytes(small: Small, tmp_path: 
     assert forked(lambda: pipeline.run(small(*settings, f"out={other}"))) == 0
     for stage in ("allocate", "quantize"):
         assert files(out / "stages" / stage) == files(other / "stages" / stage)
-    assert manifest(out, "allocate") == manifest(other, "allocate")
+    one, two = (manifest(folder, "allocate") | {"seconds_by_part": {}} for folder in (out, other))
+    assert one == two
