@@ -3,13 +3,14 @@
     .venv/bin/python benchmarks/budget.py --model FOLDER --train FILE.txt --test FILE.txt
 
 For each uniform scheme: its checkpoint, and one with `budget=` the very bits a weight that it takes
-on disk, over the linears that the mixture chooses for. Both are calibrated on the same windows of
-the training text and rounded alike, loaded from disk and judged in float32 on the first windows of
-the test text, which nothing saw. Sensitivities are measured once. Each result also holds the KL
-that was added up from the layers alone, by which the choice was made: how far it lies from the
-measured one is how far the proxy and additivity carry. What is judged is kept in
-benchmarks/results/budget-NAME.json and not done again; docs/fidelity.md gets its table from all
-such files. Results of other settings are not added to.
+on disk, over the linears that the mixture chooses for. For each of --budgets: one, beside the
+largest uniform scheme within it. All are calibrated on the same windows of the training text and
+rounded alike, loaded from disk and judged in float32 on the first windows of the test text, which
+nothing saw. Sensitivities are estimated once. Each result also holds the KL that was added up from
+the layers alone, by which the choice was made: how far it lies from the measured one is how far the
+estimate and additivity carry. What is judged is kept in benchmarks/results/budget-NAME.json and not
+done again; docs/fidelity.md gets its table from all such files. Results of other settings are not
+added to.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def bits_on_disk(folder: Path, options: argparse.Namespace) -> float:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """All that the results depend on; files by their names."""
-    given = {k: v for k, v in vars(options).items() if k not in ("work", "uniform")}
+    given = {k: v for k, v in vars(options).items() if k not in ("work", "uniform", "budgets")}
     return {k: v.name if isinstance(v, Path) else v for k, v in given.items()}
 
 
@@ -129,7 +130,7 @@ def made(
     if budget is None:
         return found
     chosen = metrics(options, "allocate")
-    keys = ("tokens", "bits_per_weight", "kl", "counts", "uniform", "seconds")
+    keys = ("tokens", "rounding", "bits_per_weight", "kl", "counts", "uniform", "seconds")
     taken = {layer["name"]: layer["taken"] for layer in chosen["layers"]}
     return {**found, "allocate": {key: chosen[key] for key in keys} | {"taken": taken}}
 
@@ -146,21 +147,36 @@ def run(options: argparse.Namespace) -> None:
     test = options.test.read_text(encoding="utf-8")
     windows = fidelity.windows(test, tokenizer, options.windows, options.window_tokens)
     reference = fidelity.remember(load(options.model, dtype=torch.float32), windows)
-    for text in options.uniform:
-        spec = parse_scheme(text)
+    folder = options.work / STAGES / "quantize"
+
+    def judge(name: str, kind: str, spec: QuantSpec, budget: float | None) -> None:
+        if kind in done.setdefault(name, {}):
+            return
+        print(f"{name}: {kind}", file=sys.stderr, flush=True)
+        done[name][kind] = made(options, spec, budget, reference, windows)
+        if kind == "uniform":
+            done[name]["bits_per_weight"] = bits_on_disk(folder, options)
+        about = settings(options) | {"hardware": hardware(), "versions": packages()}
+        about["date"] = datetime.now(UTC).date().isoformat()
+        write_json(file, {**about, "uniform": list(done), "results": done})
+
+    schemes = {text: parse_scheme(text) for text in options.uniform}
+    for text, spec in schemes.items():
         assert spec is not None
-        pair = done.setdefault(text, {})
-        for kind in ("uniform", "mixed"):
-            if kind not in pair:
-                print(f"{text}: {kind}", file=sys.stderr, flush=True)
-                budget = None if kind == "uniform" else pair["bits_per_weight"]
-                pair[kind] = made(options, spec, budget, reference, windows)
-                if kind == "uniform":
-                    folder = options.work / STAGES / "quantize"
-                    pair["bits_per_weight"] = bits_on_disk(folder, options)
-                about = settings(options) | {"hardware": hardware(), "versions": packages()}
-                about["date"] = datetime.now(UTC).date().isoformat()
-                write_json(file, {**about, "uniform": list(done), "results": done})
+        judge(text, "uniform", spec, None)
+        judge(text, "mixed", spec, done[text]["bits_per_weight"])
+    for budget in options.budgets:
+        fitting = {name: done[name]["bits_per_weight"] for name in schemes}
+        fitting = {name: bits for name, bits in fitting.items() if bits <= budget}
+        if not fitting:
+            sys.exit(
+                f"--budgets {budget:g}: no uniform scheme of {', '.join(schemes)} is within it"
+            )
+        beside = max(fitting, key=lambda name: fitting[name])
+        spec = schemes[beside]
+        assert spec is not None
+        done.setdefault(f"{budget:g}", {}).update(beside=beside, bits_per_weight=budget)
+        judge(f"{budget:g}", "mixed", spec, budget)
     write_page()
 
 
@@ -191,12 +207,14 @@ def table(report: dict[str, Any]) -> str:
         "| mixed | linears |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for scheme, pair in done.items():
-        mixed, uniform = pair["mixed"], pair["uniform"]
-        chosen = mixed["allocate"]
+    for name, pair in done.items():
+        scheme = pair.get("beside", name)
+        mixed, uniform = pair["mixed"], report["results"][scheme]["uniform"]
+        chosen, bits = mixed["allocate"], report["results"][scheme]["bits_per_weight"]
         added = {row["scheme"]: row["kl"] for row in chosen["uniform"]}.get(scheme)
+        less = f", {bits:.3f}" if "beside" in pair else ""
         lines.append(
-            f"| {pair['bits_per_weight']:.3f} | {scheme} | {uniform['kl']:.5f} | "
+            f"| {pair['bits_per_weight']:.3f} | {scheme}{less} | {uniform['kl']:.5f} | "
             f"{mixed['kl']:.5f} | {mixed['kl'] / uniform['kl']:.2f} | "
             f"{'' if added is None else f'{added:.5f}'} | {chosen['kl']:.5f} | "
             f"{', '.join(f'{count} {name}' for name, count in chosen['counts'].items())} |"
@@ -217,10 +235,11 @@ def main() -> int:
     add("--engine", default="vllm")
     add("--rounding", default="nearest", choices=("nearest", "gptq", "learned"))
     add("--uniform", nargs="+", default=["W4A16 g64", "W4A16 g32", "W8A16"], metavar="SCHEME")
+    add("--budgets", nargs="*", type=float, default=[], metavar="BITS", help="more of them")
     add("--choices", nargs="+", metavar="SCHEME", help="allocate.choices; default: --uniform")
     add("--samples", type=int, default=48)
     add("--length", type=int, default=512)
-    add("--sensitivity-windows", type=int, default=4)
+    add("--sensitivity-windows", type=int, default=16)
     add("--windows", type=int, default=8, help="to judge on")
     add("--window-tokens", type=int, default=1024)
     add("--work", type=Path, default=ROOT / "runs/budget")
