@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from compress.report import charts, words
+from compress.report import charts, length, words
 from compress.report.diff import word_diff
 from compress.report.tasks import change, label, unseen_loss
 
@@ -105,6 +105,7 @@ def _environment(escape: bool) -> Environment:
     made = environment(TEMPLATES, escape=escape)
     made.globals.update(
         charts=charts,
+        length=length,
         words=words,
         change=change,
         label=label,

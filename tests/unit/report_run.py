@@ -156,9 +156,25 @@ def extend() -> dict[str, Any]:
             "scaled": [21.9, 20.3, 19.5, 18.9, 18.7, 18.8, 19.4],
             "after": [21.2, 19.7, 18.9, 18.2, 17.9, 17.8, 17.9],
         },
+        "ppl": {"before": 96.2, "scaled": 19.4, "after": 18.1},
+        "short_ppl": {"before": 18.7, "scaled": 19.3, "after": 18.8},
+        "retrieval": {
+            "before": retrieval([[1.0, 0.5, 0.0], [1.0, 1.0, 0.0]]),
+            "scaled": retrieval([[1.0, 1.0, 0.5], [1.0, 1.0, 0.5]]),
+            "after": retrieval([[1.0, 1.0, 1.0], [1.0, 1.0, 0.5]]),
+        },
         "kl": {"before": 0.0101, "after": 0.0118},
         "kept": True,
     }
+
+
+def retrieval(exact: list[list[float | None]]) -> dict[str, Any]:
+    chance = [[0.01 + (cell or 0) / 2 for cell in row] for row in exact]
+    passkey = {"exact": exact, "chance": chance, "mean": 0.5}
+    short = [[None, *row[1:]] for row in exact], [[None, *row[1:]] for row in chance]
+    needles = {"exact": short[0], "chance": short[1], "mean": 0.5}
+    about = {"lengths": [4096, 8192, 16384], "depths": [0.0, 1.0], "keys": 2}
+    return {**about, "passkey": passkey, "needles": needles}
 
 
 def export() -> dict[str, Any]:
