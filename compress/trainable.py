@@ -29,11 +29,14 @@ ATTENTION_INPUTS = (*ROTATED, *VALUE)
 
 
 class ScaleLinear(nn.Module):
-    """A linear of frozen integers whose scales [N, G] are learned."""
+    """A linear of frozen integers whose scales [N, G] are learned.
+
+    The scales are float32; what they are rounded to when stored is what the linear computes with.
+    """
 
     def __init__(self, weight: QTensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.spec = weight.spec
+        self.spec, self.stored = weight.spec, weight.scales.dtype
         self.ints: Tensor
         self.register_buffer("ints", weight.ints)
         self.weight_scale = nn.Parameter(weight.scales.float())
@@ -41,30 +44,34 @@ class ScaleLinear(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _linear(x, self.ints, self.weight_scale, self.bias, self.spec)
+        return _linear(x, self.ints, _rounded(self.weight_scale, self.stored), self.bias, self.spec)
 
 
 class LatentLinear(nn.Module):
     """A linear whose integers are learned too: `latent` [N, K], in steps of the grid, is rounded
-    going forward and taken as it is going back (Bengio et al. 2013, arXiv:1308.3432).
+    going forward. Scales as in ScaleLinear.
     """
 
     def __init__(self, weight: QTensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.spec = weight.spec
+        self.spec, self.stored = weight.spec, weight.scales.dtype
         self.latent = nn.Parameter(weight.ints.float())
         self.weight_scale = nn.Parameter(weight.scales.float())
         self.bias: Tensor | None
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        rounded = self.latent + (to_integers(self.latent, self.spec) - self.latent).detach()
-        return _linear(x, rounded, self.weight_scale, self.bias, self.spec)
+        ints = straight_through(self.latent, to_integers(self.latent.detach(), self.spec))
+        return _linear(x, ints, _rounded(self.weight_scale, self.stored), self.bias, self.spec)
 
 
 def to_integers(latent: Tensor, spec: QuantSpec) -> Tensor:
     """What latent weights in steps of the grid stand for, in their own dtype."""
     return latent.round().clamp(spec.qmin, spec.qmax)
+
+
+def _rounded(scales: Tensor, stored: torch.dtype) -> Tensor:
+    return straight_through(scales, scales.detach().to(stored).to(scales.dtype))
 
 
 def _linear(
@@ -78,22 +85,27 @@ def _linear(
     return nn.functional.linear(x, weight, bias)
 
 
-class _StraightThroughInt8(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        ints, scale = quantize_per_token(x)
-        return (ints * scale).to(x.dtype)
+    def forward(_: Any, x: Tensor, instead: Tensor) -> Tensor:
+        return instead.view_as(x)
 
     @staticmethod
-    def backward(_: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def straight_through(x: Tensor, instead: Tensor) -> Tensor:
+    """`instead` going forward, and its gradient as that of `x` going back (Bengio et al. 2013,
+    arXiv:1308.3432).
+    """
+    return _StraightThrough.apply(x, instead)
 
 
 def straight_through_int8(x: Tensor) -> Tensor:
-    """Round each token [..., K] to INT8 going forward, by the very arithmetic of the kernels'
-    reference; the identity going back (Bengio et al. 2013, arXiv:1308.3432).
-    """
-    return _StraightThroughInt8.apply(x)
+    """Each token [..., K] rounded to INT8, by the very arithmetic of the kernels' reference."""
+    ints, scale = quantize_per_token(x.detach())
+    return straight_through(x, (ints * scale).to(x.dtype))
 
 
 def load_exact(folder: Path, config: "Config") -> PreTrainedModel:

@@ -69,6 +69,20 @@ def weight(seed: int = 0) -> QTensor:
     return QTensor(ints, 0.01 + 0.01 * torch.rand((6, 2), generator=generator), W4)
 
 
+def test_scales_compute_as_they_will_be_stored_and_learn_in_float32() -> None:
+    given = weight()
+    stored = QTensor(given.ints, given.scales.bfloat16(), W4)
+    linear, x = ScaleLinear(stored, None), torch.randn(5, 64)
+    before = linear(x)
+    with torch.no_grad():
+        linear.weight_scale *= 1 + 2**-11  # less than half of bfloat16's step
+    assert torch.equal(linear(x), before)
+    linear(x).sum().backward()
+    grouped = (x.sum(0) * given.ints).view(6, 2, 32).sum(-1)
+    assert linear.weight_scale.grad is not None
+    assert torch.allclose(linear.weight_scale.grad, grouped, rtol=1e-4, atol=1e-4)
+
+
 def test_latent_weights_begin_as_the_integers_and_stay_on_their_grid() -> None:
     x = torch.randn(5, 64)
     frozen, latent = ScaleLinear(weight(), None), LatentLinear(weight(), None)
