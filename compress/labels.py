@@ -34,19 +34,29 @@ from compress.model import BlockModel, linear_shapes
 CHUNK = 16
 """Windows for which the teacher's blocks are read once, and what a killed process loses at most."""
 TOGETHER = 2  # windows that go through a block together
+NOTHING = -100  # no token: what torch's losses leave out
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some windows: `ids` and `mask` [B, T] int64, and what the teacher says after each token:
-    `kept` [B, T, k] int64, its likeliest tokens, and `teacher` [B, T, k + 1] float32, the
-    log-probabilities of these and of all others as one.
+    """Some windows: `ids` and `mask` [B, T] int64; `follows` [B, T], the token after each, and
+    NOTHING where there is none; and what the teacher says there: `kept` [B, T, k] int64, its
+    likeliest tokens, and `teacher` [B, T, k + 1] float32, the log-probabilities of these and of
+    all others as one.
     """
 
     ids: Tensor
     mask: Tensor
+    follows: Tensor
     kept: Tensor
     teacher: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+    def part(self, positions: slice) -> "Batch":
+        """The same windows at some of their positions."""
+        return Batch(**{name: tensor[:, positions] for name, tensor in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -63,13 +73,12 @@ class Labels:
     def batch(self, rows: Tensor) -> Batch:
         """The windows numbered `rows` [B]."""
         found = self.rows[rows.tolist()]
+        ids, mask = found["tokens"], found["mask"]
+        follows = ids.roll(-1, 1).masked_fill(mask.roll(-1, 1) == 0, NOTHING)
+        follows[:, -1] = NOTHING
         shape = (len(rows), -1, self.k)
-        return Batch(
-            found["tokens"],
-            found["mask"],
-            found["ids"].view(shape),
-            teacher_log_probabilities(found["probabilities"].view(shape), found["rest"]),
-        )
+        teacher = teacher_log_probabilities(found["probabilities"].view(shape), found["rest"])
+        return Batch(ids, mask, follows, found["ids"].view(shape), teacher)
 
 
 @dataclass(frozen=True)

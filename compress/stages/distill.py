@@ -9,17 +9,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from compress import checkpoint, data, heldout, labels
-from compress.algorithms.divergence import forward_kl, jensen_shannon, reverse_kl, soften
-from compress.algorithms.soft_labels import student_log_probabilities
+from compress import checkpoint, data, heldout, labels, student
 from compress.artifact import Artifact
 from compress.errors import ConfigError
-from compress.labels import Batch, Labels, Teacher
+from compress.labels import Labels, Teacher
 from compress.log import logger
 from compress.model import storage_dtype
 from compress.source import Model, describe, locate
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
+from compress.student import LOSSES, Objective
 from compress.trainable import (
     ATTENTION_INPUTS,
     as_stored,
@@ -32,7 +31,6 @@ from compress.trainable import (
 )
 from compress.training import Schedule, relative_groups, train
 
-LOSSES = ("kl", "reverse_kl", "jensen_shannon")
 WHAT = ("scales", "latent")
 PRECISIONS = ("float32", "bfloat16")
 
@@ -64,6 +62,7 @@ class Distill:
     loss: kl, reverse_kl or jensen_shannon, the last with the teacher's share beta; at this
     temperature; hard: the share of cross-entropy with the text itself.
     precision: arithmetic of the teacher and of the student while it learns; measured in float32.
+    recompute: less memory for a third more time: a block's inside is made again on the way back.
     measures: how often the held-out KL is taken; after `patience` of them that are no better than
     the best, training ends.
     """
@@ -89,6 +88,7 @@ class Distill:
     temperature: float = 1.0
     hard: float = 0.0
     precision: str = "float32"
+    recompute: bool = False
     measures: int = 4
     patience: int = 3
 
@@ -122,20 +122,16 @@ class Distill:
         made = self._labels(run)
         model = make_trainable(load_exact(source, config), latent=self.train == "latent")
         groups = self._groups(model)
+        objective = Objective(self.loss, self.beta, self.temperature, self.hard)
+        precision = getattr(torch, self.precision)
         steps = self.epochs * (len(made) // self.batch)
         order = _order(len(made), self.epochs, config.seed)
 
         def loss_of(step: int) -> Tensor:
             batch = made.batch(order[step * self.batch : (step + 1) * self.batch])
-            with torch.autocast(
-                model.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"
-            ):
-                logits = model(
-                    batch.ids.to(model.device),
-                    attention_mask=None if batch.mask.all() else batch.mask.to(model.device),
-                    use_cache=False,
-                ).logits
-            return self._loss(logits, batch)
+            return student.loss(
+                model, batch, objective, precision=precision, recompute=self.recompute
+            )
 
         history = train(
             groups,
@@ -185,23 +181,6 @@ class Distill:
         if self.train == "latent":
             groups.append((self.latent_rate, latents(model)))
         return groups
-
-    def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The loss over all real positions, of logits [B, T, V]."""
-        real = batch.mask.bool().to(logits.device)
-        kept, teacher = batch.kept.to(logits.device)[real], batch.teacher.to(logits.device)[real]
-        p = soften(teacher, self.temperature)
-        q = soften(student_log_probabilities(logits[real], kept), self.temperature)
-        if self.loss == "jensen_shannon":
-            soft = jensen_shannon(p, q, self.beta)
-        else:
-            soft = {"kl": forward_kl, "reverse_kl": reverse_kl}[self.loss](p, q)
-        if self.hard == 0:
-            return soft
-        follows = real[:, 1:]  # padded on the right: what follows is real, so what it follows is
-        tokens = batch.ids.to(logits.device)[:, 1:][follows]
-        hard = nn.functional.cross_entropy(logits[:, :-1][follows].float(), tokens)
-        return (1 - self.hard) * soft + self.hard * hard
 
     def _windows(self, run: Run) -> data.Windows:
         """Text from the data of the run, and what the model wrote for calibrate."""

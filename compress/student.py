@@ -1,0 +1,86 @@
+"""What a student learns from its teacher's soft labels: the loss of a batch of windows."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from compress import long_window
+from compress.algorithms.divergence import forward_kl, jensen_shannon, reverse_kl, soften
+from compress.algorithms.soft_labels import student_log_probabilities
+from compress.labels import NOTHING, Batch
+from compress.long_training import checkpointing
+from compress.long_window import before_head
+
+LOSSES = ("kl", "reverse_kl", "jensen_shannon")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """divergence: one of LOSSES, of distributions at this temperature; beta: the teacher's share in
+    Jensen-Shannon's mixture. hard: the share of cross-entropy with the text itself.
+    """
+
+    divergence: str
+    beta: float = 0.5
+    temperature: float = 1.0
+    hard: float = 0.0
+
+    def of(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The loss in nats, summed over the real positions of logits [B, T, V]."""
+        real = batch.mask.bool()
+        soft = self._divergence(logits[real], batch.kept[real], batch.teacher[real]) * real.sum()
+        if self.hard == 0:
+            return soft
+        tokens = batch.follows.flatten()
+        hard = F.cross_entropy(
+            logits.float().flatten(0, 1), tokens, ignore_index=NOTHING, reduction="sum"
+        )
+        return (1 - self.hard) * soft + self.hard * hard
+
+    def _divergence(self, logits: Tensor, kept: Tensor, teacher: Tensor) -> Tensor:
+        p = soften(teacher, self.temperature)
+        q = soften(student_log_probabilities(logits, kept), self.temperature)
+        if self.divergence == "jensen_shannon":
+            return jensen_shannon(p, q, self.beta)
+        return {"kl": forward_kl, "reverse_kl": reverse_kl}[self.divergence](p, q)
+
+
+def loss(
+    model: PreTrainedModel,
+    batch: Batch,
+    objective: Objective,
+    *,
+    precision: torch.dtype = torch.float32,
+    recompute: bool = False,
+) -> Tensor:
+    """The mean loss in nats over the real positions of a batch.
+
+    precision: of the arithmetic, in bfloat16 but for norms, softmax and the residual stream.
+    recompute: keep the input of each block alone, and the logits of a part of the positions, and
+    make the rest again on the way back: less memory for a third more time.
+
+    Windows are padded on the right, where no real token looks, so that no mask is needed.
+    """
+    batch = batch.to(model.device)
+    length = batch.ids.shape[1]
+    size = long_window.CHUNK if recompute else length
+
+    def part(first: int) -> Tensor:
+        positions = slice(first, first + size)
+        logits = long_window.logits(model, made, positions)
+        return objective.of(logits, batch.part(positions))
+
+    starts = range(0, length, size)
+    enabled = precision != torch.float32
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=enabled):
+        if not recompute:
+            made = before_head(model, batch.ids)
+            return part(0) / batch.mask.sum()
+        with checkpointing(model):
+            made = before_head(model, batch.ids)
+        parts = [checkpoint(part, first, use_reentrant=False) for first in starts]
+    return torch.stack(parts).sum() / batch.mask.sum()
