@@ -1,0 +1,257 @@
+"""Ways to a longer context beside each other, each with and without a short fine-tune.
+
+    .venv/bin/python benchmarks/extend.py --model FOLDER --text FILE.txt --factors 2 4
+
+The model is read as it is, dense or quantized by this project; the first three quarters of the text
+are trained on, the rest is judged on. Every method is judged scaled alone and after the fine-tune,
+by perplexity on windows of the new length (whole, and over its last eighth), by that of the same
+tokens in windows of the old length, and by the share of numbers hidden in texts as long as the old
+and the new window that the model finds again. What is judged is kept in
+benchmarks/results/extend-NAME.json and not done again; docs/extend.md gets its tables from all such
+files. Results of other settings are not added to.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from compress import long_training
+from compress.algorithms import rope
+from compress.artifact import differences, write_json, write_text
+from compress.eval.length_judge import LengthJudge, length_judge
+from compress.machine import hardware, packages
+from compress.model import storage_dtype
+from compress.runtime.loader import load
+from compress.stages.extend import scale, window_of
+from compress.trainable import make_trainable
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS, PAGE = HERE / "results", ROOT / "docs/extend.md"
+BEGIN, END = "<!-- extend: begin -->", "<!-- extend: end -->"
+UNSCALED = "unscaled"
+NAMES = {UNSCALED: "unscaled", "linear": "linear", "ntk": "NTK-aware", "yarn": "by parts (yarn)"}
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """All that a result depends on; files by their names."""
+    given = {k: v for k, v in vars(options).items() if k not in ("work", "factors", "methods")}
+    return {k: v.name if isinstance(v, Path) else v for k, v in given.items()}
+
+
+def results_before(file: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The results in `file`, by factor. Ends the program where they are of other settings."""
+    if not file.exists():
+        return {}
+    found, asked = json.loads(file.read_text()), settings(options)
+    changed = differences({k: found[k] for k in asked if k in found}, asked)
+    if changed:
+        sys.exit(f"{file}: made with other settings: {'; '.join(changed)}. Give another --name")
+    return found["results"]
+
+
+def documents(options: argparse.Namespace) -> tuple[list[str], str]:
+    """The documents to train on, and the text to judge on."""
+    text = options.text.read_text(encoding="utf-8")
+    parts = text.split(options.split) if options.split else [text]
+    parts = [part.strip() for part in parts if part.strip()]
+    if len(parts) == 1:
+        cut = len(text) * 3 // 4
+        return [text[:cut]], text[cut:]
+    cut = len(parts) * 3 // 4
+    return parts[:cut], "\n\n".join(parts[cut:])
+
+
+def fine_tuned(
+    options: argparse.Namespace,
+    model: PreTrainedModel,
+    judge: LengthJudge,
+    docs: list[str],
+    longer: int,
+    work: Path,
+) -> dict[str, Any]:
+    """Train `model` in place; what that took."""
+    batches = long_training.batches(
+        docs,
+        judge.tokenizer,
+        steps=options.steps,
+        batch=options.batch,
+        length=min(options.length or longer, longer),
+        passkey=options.passkey,
+        seed=2,
+    )
+
+    def measure() -> float:
+        found = judge.perplexities(model)
+        return (math.log(found["long"]) + math.log(found["short"])) / 2
+
+    started = time.monotonic()
+    history = long_training.fine_tune(
+        model,
+        batches,
+        longer,
+        measure,
+        rate=options.rate,
+        measures=options.measures,
+        work=work,
+        seed=0,
+        dtype=storage_dtype(model.config, "auto"),
+    )
+    tokens = sum(len(piece.ids) for batch in batches for piece in batch)
+    curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
+    seconds = time.monotonic() - started
+    return {"tokens": tokens, "seconds": seconds, "best_step": history.best_step, "curve": curve}
+
+
+def rows(options: argparse.Namespace, factor: float, done: dict[str, Any]) -> Iterator[str]:
+    """Judge what is missing of one factor, a method at a time, into `done`."""
+    config = AutoConfig.from_pretrained(options.model)
+    window = window_of(config)
+    longer = round(window * factor)
+    docs, text = documents(options)
+    judge = length_judge(
+        AutoTokenizer.from_pretrained(options.model),
+        text,
+        window=window,
+        longer=longer,
+        windows=options.windows,
+        keys=options.keys,
+        depths=options.depths,
+        seed=0,
+        description=options.text.name,
+    )
+    if UNSCALED not in done:
+        done[UNSCALED] = {"scaled": judge.judge(load(options.model, dtype=torch.float32))}
+        yield UNSCALED
+    for method in options.methods:
+        if method in done:
+            continue
+        work = options.work / f"{options.name}-{method}-{factor:g}"
+        work.mkdir(parents=True, exist_ok=True)
+        scale(options.model, work / "scaled", config, method, factor)
+        model = make_trainable(load(work / "scaled", dtype=torch.float32))
+        found: dict[str, Any] = {"scaled": judge.judge(model)}
+        if options.steps:
+            found["training"] = fine_tuned(options, model, judge, docs, longer, work)
+            found["tuned"] = judge.judge(model)
+        done[method] = found
+        yield method
+
+
+def run(options: argparse.Namespace) -> None:
+    """Judge what is missing, write the results and the page's tables."""
+    file = RESULTS / f"extend-{options.name}.json"
+    done = results_before(file, options)
+    window = window_of(AutoConfig.from_pretrained(options.model))
+    for factor in options.factors:
+        of_factor = done.setdefault(f"{factor:g}", {})
+        started = time.monotonic()
+        for method in rows(options, factor, of_factor):
+            of_factor[method]["seconds"] = time.monotonic() - started
+            print(f"{factor:g}: {method}", file=sys.stderr, flush=True)
+            about = settings(options) | {"window": window, "hardware": hardware()}
+            about |= {"versions": packages(), "date": datetime.now(UTC).date().isoformat()}
+            write_json(file, {**about, "results": done})
+            started = time.monotonic()
+    write_page()
+
+
+def write_page() -> None:
+    """Put the tables of all results into docs/extend.md."""
+    found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("extend-*.json"))]
+    whole = PAGE.read_text(encoding="utf-8")
+    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
+    text = "\n\n".join(table(report) for report in found)
+    write_text(PAGE, pattern.sub(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", whole))
+    print(text)
+
+
+def table(report: dict[str, Any]) -> str:
+    """One model: a line for each factor, method, and with or without the fine-tune."""
+    trained = report["length"] or "the whole window"
+    lines = [
+        f"{report['model']}, trained window {report['window']}; `{report['text']}`, "
+        f"{report['windows']} windows; fine-tune of {report['steps']} steps of {report['batch']} × "
+        f"{trained} tokens at {report['rate']:g}, a number hidden in "
+        f"{report['passkey']:.0%} of the windows; {report['keys']} numbers at each of "
+        f"{report['depths']} depths. {report['hardware']['cpu']}, {report['date']}.",
+        "",
+        "| window | method | fine-tune | perplexity | its last eighth | in old windows | "
+        "a number found, old length | new length | one of several, old | new | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for factor, methods in report["results"].items():
+        longer = round(report["window"] * float(factor))
+        ordered = [name for name in NAMES if name in methods]
+        for name, state in ((n, s) for n in ordered for s in ("scaled", "tuned")):
+            if (judged := methods[name].get(state)) is None:
+                continue
+            ppl = judged["ppl"]
+            cells = [
+                str(longer),
+                NAMES[name],
+                "yes" if state == "tuned" else "",
+                *(f"{x:.2f}" for x in (ppl["long"], ppl["by_position"][-1], ppl["short"])),
+                *found_at(judged["retrieval"], (report["window"], longer)),
+                f"{methods[name]['training']['seconds']:.0f}" if state == "tuned" else "",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def found_at(retrieval: dict[str, Any] | None, lengths: tuple[int, int]) -> list[str]:
+    """Shares of the numbers found, over all depths: one needle, then several, at each length."""
+    if retrieval is None:
+        return [""] * 4
+    cells = []
+    for kind in ("passkey", "needles"):
+        for length in lengths:
+            column = retrieval["lengths"].index(length)
+            known = [row[column] for row in retrieval[kind]["exact"] if row[column] is not None]
+            cells.append(f"{sum(known) / len(known):.0%}" if known else "")
+    return cells
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="a Hugging Face folder")
+    add("--text", type=Path, required=True, help="long text; its last quarter is judged on")
+    add("--split", help="what parts the documents of the text; default: it is one")
+    add("--name", help="of the results, extend-NAME.json; default: the model folder's")
+    add("--factors", nargs="+", type=float, default=[2.0, 4.0])
+    add("--methods", nargs="+", choices=rope.METHODS, default=["linear", "ntk", "yarn"])
+    add("--steps", type=int, default=100, help="of the fine-tune; 0: none")
+    add("--rate", type=float, default=2e-5)
+    add("--batch", type=int, default=1, help="training windows a step")
+    add("--length", type=int, help="tokens of a training window; default: the new window")
+    add("--passkey", type=float, default=0.1, help="share of training windows with a number hidden")
+    add("--measures", type=int, default=4, help="in the course of a fine-tune")
+    add("--windows", type=int, default=2, help="to judge on")
+    add("--keys", type=int, default=1, help="numbers hidden at each depth and length; 0: none")
+    add("--depths", type=int, default=5)
+    add("--work", type=Path, default=ROOT / "runs/extend")
+    options = parser.parse_args()
+    options.name = options.name or options.model.name
+    for path in (options.model / "config.json", options.text):
+        if not path.exists():
+            parser.error(f"{path}: no such file")
+    run(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
