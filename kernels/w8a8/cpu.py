@@ -1,9 +1,10 @@
-"""W8A8 on CPU through `torch._int_mm` (oneDNN: VNNI or AMX where the machine has it).
+"""W8A8 on CPU: cpu.h for a few tokens, `torch._int_mm` (oneDNN: VNNI or AMX) for more.
 
-At decode a linear takes tens of microseconds and each ATen call one to three, so this is written
-for few calls: no clamp (a row divided by its own absmax / 127 cannot leave [-127, 127]), no guard
-for a row of zeros (0 / 0 becomes some integer, which its scale of 0 wipes out), and the last
-multiplication casts to the output's dtype by writing into it.
+In float32 both give the bits of the reference. Without a compiler `_int_mm` has all. At decode a
+linear takes tens of microseconds and each ATen call one to three, so around it there are few calls:
+no clamp (a row divided by its own absmax / 127 cannot leave [-127, 127]), no guard for a row of
+zeros (0 / 0 becomes some integer, which its scale of 0 wipes out), and the last multiplication
+casts to the output's dtype by writing into it.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.kernels.native import build
 from compress.kernels.w8a8 import reference
 
+# Tokens up to which cpu.h is faster: measured on one core of an AMD EPYC with AVX512-VNNI, with
+# weights that no cache holds (docs/kernels.md).
+FEW_TOKENS = 16
 # One dimension, so that bf16 divided by it promotes to float32, which a Python number would not.
 _STEPS = torch.tensor([127.0])
 
@@ -25,12 +30,22 @@ def prepare(
     if weight.shape[1] == 1:
         # `_int_mm` of torch 2.13 takes one input channel and gives garbage.
         return lambda x: reference.linear(x, weight, weight_scale, bias, x.dtype)
-    return partial(
-        linear,
-        weight_KN=weight.t(),
-        scale_N=weight_scale.float().reshape(-1),
-        bias=bias,
-    )
+    scale_N = weight_scale.float().reshape(-1)
+    many = partial(linear, weight_KN=weight.t(), scale_N=scale_N, bias=bias)
+    if not build.available():
+        return many
+    # Activations come to the product with 128 added: unsigned.
+    sums_N = weight.sum(1, dtype=torch.int32).mul_(128)
+    bias_N = None if bias is None else bias.float()
+
+    def run(x: Tensor) -> Tensor:
+        x_MK = x.reshape(-1, x.shape[-1])
+        if len(x_MK) > FEW_TOKENS or x.dtype not in (torch.bfloat16, torch.float32):
+            return many(x)
+        y_MN = torch.ops.compress_cpu.w8a8(x_MK.contiguous(), weight, sums_N, scale_N, bias_N)
+        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+
+    return run
 
 
 def quantize_per_token(x_MK: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""W8A16 and W4A16 on CPU: ATen's weight-only ops for few tokens, a dequantized product for many.
+"""W8A16 and W4A16 on CPU, in bf16: integers as they are read for few tokens, dequantized for many.
 
-`_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu` read a half or a quarter of the bytes of
-bf16, which pays while reading the weight is what takes the time; from some tens of tokens on, bf16
-matrix multiplication is so much faster that dequantizing first wins. Both ops take bf16 only. INT4
-costs a second copy of the integers, in the op's own order; the checkpoint's words serve the rest.
+Reading a half or a quarter of the bytes of bf16 pays while reading the weight is what takes the
+time; from some tokens on, bf16 matrix multiplication is so much faster that dequantizing first
+wins. cpu.h does both from the checkpoint's words. Without a compiler ATen's weight-only ops serve,
+INT4's from a second copy of the integers, in the op's own order.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.native import build
 from compress.qtensor import QuantSpec, dequantize, unpack_int32
 
-# Tokens up to which the weight-only op beats dequantizing: crossings measured at 576x1536 and
-# 2048x2048 on 2 cores of an AMD EPYC with AVX512-VNNI and BF16.
-INT8_MAX_TOKENS = 12
-INT4_MAX_TOKENS = 96
+# Tokens up to which the product of integers beats dequantizing: crossings measured on one core of
+# an AMD EPYC with AVX512-VNNI and BF16, with weights that no cache holds (docs/kernels.md).
+FEW_TOKENS = 8
+# The same for ATen's ops: 576x1536 and 2048x2048, 2 cores.
+ATEN_INT8_MAX_TOKENS = 12
+ATEN_INT4_MAX_TOKENS = 96
 
 _INT4_GROUPS = (256, 128, 64, 32)
+
+Product = Callable[[Tensor], Tensor]
+"""bf16 [M, K] to [M, N]."""
 
 
 def prepare(
@@ -33,18 +39,53 @@ def prepare(
 ) -> Callable[[Tensor], Tensor]:
     """Bind the weight `packed` int32 [N, words], repacked for the op that its shape allows."""
     if dtype == torch.bfloat16:
+        if native_takes(in_features, spec) and build.available():
+            return _by_tokens(*_native(packed, weight_scale, spec.bits), bias)
         # The int8 op reads K in sixteens: from any other K wrong sums, or memory not its own.
         if spec.bits == 8 and spec.group_size is None and in_features % 16 == 0:
-            return _prepare_int8(packed, weight_scale, bias, in_features)
+            return _by_tokens(*_aten_int8(packed, weight_scale, in_features), bias)
         group_size = int4_op_group(len(packed), in_features, spec)
         if group_size is not None:
-            return _prepare_int4(packed, weight_scale, bias, in_features, group_size)
+            return _by_tokens(*_aten_int4(packed, weight_scale, in_features, group_size), bias)
 
     def run(x: Tensor) -> Tensor:
         ints = unpack_int32(packed, spec.bits, in_features)
         return F.linear(x, dequantize(ints, weight_scale, x.dtype), bias)
 
     return run
+
+
+def _by_tokens(
+    few: Product, up_to: int, many: Product, bias: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """`few` for up to `up_to` tokens, else `many`; from [..., K] to [..., N], with the bias."""
+
+    def run(x: Tensor) -> Tensor:
+        x_MK = x.reshape(-1, x.shape[-1])
+        y_MN = few(x_MK) if len(x_MK) <= up_to else many(x_MK)
+        if bias is not None:
+            y_MN += bias
+        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+
+    return run
+
+
+def native_takes(k: int, spec: QuantSpec) -> bool:
+    """Whether cpu.h reads rows of K elements: whole vectors of 16 bytes in each group."""
+    width = spec.group_size or k
+    return k % width == 0 and width * spec.bits % 128 == 0
+
+
+def _native(packed: Tensor, weight_scale: Tensor, bits: int) -> tuple[Product, int, Product]:
+    ops, scales = torch.ops.compress_cpu, weight_scale.float()
+
+    def few(x_MK: Tensor) -> Tensor:
+        return ops.wna16(x_MK.contiguous(), packed, scales, bits)
+
+    def many(x_MK: Tensor) -> Tensor:
+        return F.linear(x_MK, ops.dequantize(packed, scales, bits))
+
+    return few, FEW_TOKENS, many
 
 
 def int4_op_group(n: int, k: int, spec: QuantSpec) -> int | None:
@@ -59,29 +100,25 @@ def int4_op_group(n: int, k: int, spec: QuantSpec) -> int | None:
     return next((group for group in _INT4_GROUPS if width % group == 0), None)
 
 
-def _prepare_int8(
-    packed: Tensor, weight_scale: Tensor, bias: Tensor | None, in_features: int
-) -> Callable[[Tensor], Tensor]:
+def _aten_int8(
+    packed: Tensor, weight_scale: Tensor, in_features: int
+) -> tuple[Product, int, Product]:
     ints = unpack_int32(packed, 8, in_features)
     scale_bf16 = weight_scale.reshape(-1).to(torch.bfloat16)
 
-    def run(x: Tensor) -> Tensor:
-        x_MK = x.reshape(-1, in_features)
-        if len(x_MK) <= INT8_MAX_TOKENS:
-            y_MN = torch._weight_int8pack_mm(x_MK, ints, scale_bf16)
-        else:
-            # Integers up to 2^7 are exact in bf16, so the scale can wait for the smaller product.
-            y_MN = F.linear(x_MK, ints.to(torch.bfloat16)).mul_(scale_bf16)
-        if bias is not None:
-            y_MN += bias
-        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+    def few(x_MK: Tensor) -> Tensor:
+        return torch._weight_int8pack_mm(x_MK, ints, scale_bf16)
 
-    return run
+    def many(x_MK: Tensor) -> Tensor:
+        # Integers up to 2^7 are exact in bf16, so the scale can wait for the smaller product.
+        return F.linear(x_MK, ints.to(torch.bfloat16)).mul_(scale_bf16)
+
+    return few, ATEN_INT8_MAX_TOKENS, many
 
 
-def _prepare_int4(
-    packed: Tensor, weight_scale: Tensor, bias: Tensor | None, in_features: int, group_size: int
-) -> Callable[[Tensor], Tensor]:
+def _aten_int4(
+    packed: Tensor, weight_scale: Tensor, in_features: int, group_size: int
+) -> tuple[Product, int, Product]:
     # The op's integers are 0 to 15 around a zero point of 8, as the words hold them; its pairs are
     # (scale, zero), zero being what is added after scaling: none, as the grid is symmetric. In
     # place, because temporaries of 4 bytes a weight would leave the heap in pieces.
@@ -91,19 +128,15 @@ def _prepare_int4(
     repeat = in_features // group_size // weight_scale.shape[1]
     scale_GN = weight_scale.repeat_interleave(repeat, dim=1).t().to(torch.bfloat16)
     op_scales = torch.stack([scale_GN, torch.zeros_like(scale_GN)], dim=-1).contiguous()
-    int4_mm = torch.ops.aten._weight_int4pack_mm_for_cpu
 
-    def run(x: Tensor) -> Tensor:
-        x_MK = x.reshape(-1, in_features)
-        if len(x_MK) <= INT4_MAX_TOKENS:
-            y_MN = int4_mm(x_MK, op_weight, group_size, op_scales)
-        else:
-            y_MN = planar(x_MK) @ dequantize_planar(packed, weight_scale).t()
-        if bias is not None:
-            y_MN += bias
-        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+    def few(x_MK: Tensor) -> Tensor:
+        op = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return op(x_MK, op_weight, group_size, op_scales)
 
-    return run
+    def many(x_MK: Tensor) -> Tensor:
+        return planar(x_MK) @ dequantize_planar(packed, weight_scale).t()
+
+    return few, ATEN_INT4_MAX_TOKENS, many
 
 
 def dequantize_planar(packed: Tensor, scales: Tensor) -> Tensor:

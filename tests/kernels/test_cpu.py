@@ -1,19 +1,34 @@
 """The CPU kernels against the reference: fresh random inputs, odd shapes, every format."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from compress.kernels import w8a8
+from compress.kernels import dense, w8a8
 from compress.kernels.bench import bind, random_weight
 from compress.kernels.check import check_linear, relative_error
+from compress.kernels.native import build
 from compress.kernels.w8a8 import cpu as w8a8_cpu
 from compress.kernels.wna16 import cpu as wna16_cpu
+from compress.log import logger
 from compress.qtensor import QuantSpec, pack_int32
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 TOKENS = (1, 3, 17, 100, 130)
 
 
+@pytest.fixture(params=["own", "aten"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Products with our kernels in C++, and as they are where no compiler is found."""
+    if request.param == "aten":
+        monkeypatch.setattr(build, "available", lambda: False)
+    elif not build.available():
+        pytest.skip("no C++ compiler here")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("k", [1, 63, 100, 576])
 @pytest.mark.parametrize("n", [1, 17, 64])
@@ -42,6 +57,21 @@ def test_activations_are_quantized_as_in_the_reference() -> None:
     assert torch.equal(scale, wanted_scale)
 
 
+@pytest.mark.parametrize("m", [1, 2, 5, 16])
+@pytest.mark.parametrize("k", [31, 576, 1536])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_w8a8_has_the_bits_of_the_reference(
+    m: int, k: int, dtype: torch.dtype, size: float, products: str
+) -> None:
+    weight = random_weight(100, k, QuantSpec(8, activation_bits=8), "cpu", dtype)
+    for bias in (torch.randn(100).to(dtype), None):
+        x = (size * torch.randn(m, k)).to(dtype)
+        wanted = w8a8.reference.linear(x, weight.ints, weight.scales, bias, dtype)
+        assert torch.equal(w8a8.prepare(weight.ints, weight.scales, bias, "cpu")(x), wanted)
+
+
+@pytest.mark.usefixtures("products")
 def test_a_row_of_zeros_gives_the_bias_and_nan_stays_in_its_row() -> None:
     weight = random_weight(16, 32, QuantSpec(8, activation_bits=8), "cpu", torch.bfloat16)
     bias = torch.randn(16, dtype=torch.bfloat16)
@@ -54,6 +84,7 @@ def test_a_row_of_zeros_gives_the_bias_and_nan_stays_in_its_row() -> None:
     assert y[2].isfinite().all()
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("spec", "n", "k"),
@@ -83,6 +114,58 @@ def test_wna16(spec: QuantSpec, n: int, k: int, dtype: torch.dtype) -> None:
         assert check_linear(linear, x, weight) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("n", [1, 17, 3000])
+@pytest.mark.parametrize("k", [1, 31, 63, 576])
+def test_dense(n: int, k: int) -> None:
+    weight = torch.randn(n, k, dtype=torch.bfloat16)
+    if not dense.takes(weight):
+        pytest.skip("no C++ compiler here")
+    for bias in (torch.randn(n, dtype=torch.bfloat16), None):
+        for tokens in (0, 1, 2, 3):
+            x = torch.randn(2, tokens, k, dtype=torch.bfloat16)[:1]
+            wanted = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+            y = dense.linear(x, weight, bias)
+            assert y.dtype == x.dtype
+            assert y.shape == (1, tokens, n)
+            assert tokens == 0 or relative_error(y, wanted) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("spec", [QuantSpec(8), QuantSpec(4, 64), QuantSpec(4, 32)], ids=str)
+def test_a_token_has_the_same_bits_in_any_batch_of_few(spec: QuantSpec) -> None:
+    weight = random_weight(100, 576, spec, "cpu", torch.bfloat16)
+    linear = bind(weight, "cpu", torch.bfloat16)
+    x = torch.randn(wna16_cpu.FEW_TOKENS, 576, dtype=torch.bfloat16)
+    together = linear(x)
+    assert all(torch.equal(linear(x[i : i + 1])[0], together[i]) for i in range(len(x)))
+
+
+def test_the_dequantized_weight_is_that_of_the_reference() -> None:
+    if not build.available():
+        pytest.skip("no C++ compiler here")
+    for spec in (QuantSpec(8), QuantSpec(8, 32), QuantSpec(4, 64), QuantSpec(4)):
+        weight = random_weight(33, 192, spec, "cpu", torch.bfloat16)
+        packed = pack_int32(weight.ints, spec.bits)
+        scales = weight.scales.float()
+        out = torch.ops.compress_cpu.dequantize(packed, scales, spec.bits)
+        assert torch.equal(out, weight.dequantize(torch.bfloat16))
+
+
+def test_no_compiler_and_one_that_fails_are_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path))
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO", "compress")
+    for compiler, said in (("nothing++", "no C++ compiler"), ("false", "does not build")):
+        monkeypatch.setenv("CXX", compiler)
+        build.available.cache_clear()
+        assert not build.available()
+        assert said in caplog.messages[-1]
+        assert "\n" not in caplog.messages[-1]
+    assert list(tmp_path.rglob("*.*")) == []
+    build.available.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("n", "k", "spec", "group"),
     [
@@ -107,6 +190,7 @@ def test_the_planar_dequantization_equals_the_plain_one() -> None:
     assert torch.equal(wna16_cpu.planar(x), x[:, order])
 
 
+@pytest.mark.usefixtures("products")
 def test_no_tokens_give_no_rows() -> None:
     for spec in (QuantSpec(8, activation_bits=8), QuantSpec(8), QuantSpec(4, 64)):
         weight = random_weight(32, 64, spec, "cpu", torch.bfloat16)

@@ -1,0 +1,114 @@
+"""The CPU's kernels in C++, compiled for this machine when they are first wanted, and kept.
+
+A binary belongs to one text of the kernels, one torch, one compiler and one kind of CPU; it lies in
+$COMPRESS_CACHE, else in ~/.cache/compress. Where there is no compiler, torch's own products serve.
+"""
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.kernels.tuned import VARIABLE as CACHE
+from compress.log import logger
+
+HERE = Path(__file__).parent
+TEXTS = ("native/ops.cpp", "native/rows.h", "dense/cpu.h", "w8a8/cpu.h", "wna16/cpu.h")
+COMPILER = "CXX"
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+)
+
+
+@functools.cache
+def available() -> bool:
+    """Whether `torch.ops.compress_cpu` is there to be called, which may take building it.
+
+    Says in one line why it is not.
+    """
+    compiler = shutil.which(os.environ.get(COMPILER) or "g++")
+    if compiler is None:
+        logger.info(
+            "  no C++ compiler: a token on CPU takes torch's products, which are slower; install "
+            f"g++, or name one in {COMPILER}"
+        )
+        return False
+    binary = binary_of(compiler)
+    if not binary.exists() and (problem := _build(compiler, binary)):
+        logger.info(f"  {compiler} does not build the CPU's kernels, torch's serve: {problem}")
+        return False
+    torch.ops.load_library(binary)
+    _register_fakes()
+    return True
+
+
+def binary_of(compiler: str) -> Path:
+    """Where the kernels built by `compiler` for this machine lie."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    texts = [(HERE.parent / name).read_bytes() for name in TEXTS]
+    parts = [*texts, version, " ".join(FLAGS).encode(), _cpu().encode(), torch.__version__.encode()]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    folder = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "compress")
+    return folder / "native" / f"{key}.so"
+
+
+def _cpu() -> str:
+    """What -march=native goes by: the instructions that Linux lists."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _build(compiler: str, binary: Path) -> str | None:
+    """Build `binary`; returns why that failed, or None."""
+    root = Path(torch.__file__).parent
+    aside = binary.with_suffix(f".{os.getpid()}")
+    command = [compiler, *FLAGS, str(HERE / "ops.cpp"), "-o", str(aside)]
+    command += [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+    start = time.perf_counter()
+    try:
+        binary.parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            return next((line for line in lines if "error" in line), lines[0])
+        aside.replace(binary)
+    except OSError as error:
+        return str(error)
+    finally:
+        aside.unlink(missing_ok=True)
+    logger.info(f"  built the CPU's kernels in {time.perf_counter() - start:.0f} s: {binary}")
+    return None
+
+
+def _register_fakes() -> None:
+    @torch.library.register_fake("compress_cpu::dense")
+    def _(x: Tensor, weight: Tensor) -> Tensor:
+        return x.new_empty((x.shape[0], weight.shape[0]))
+
+    @torch.library.register_fake("compress_cpu::w8a8")
+    def _(x: Tensor, weight: Tensor, sums: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty((x.shape[0], weight.shape[0]))
+
+    @torch.library.register_fake("compress_cpu::wna16")
+    def _(x: Tensor, words: Tensor, scales: Tensor, bits: int) -> Tensor:
+        return x.new_empty((x.shape[0], words.shape[0]))
+
+    @torch.library.register_fake("compress_cpu::dequantize")
+    def _(words: Tensor, scales: Tensor, bits: int) -> Tensor:
+        n, count = words.shape
+        return scales.new_empty((n, count * 32 // bits), dtype=torch.bfloat16)

@@ -1,0 +1,54 @@
+// W8A8 for a few tokens on CPU: the bits of reference.py, so a bias waits for an addition of its own.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "../native/rows.h"
+
+namespace compress {
+
+// The integers of a token, each plus 128: products of unsigned with signed bytes have an instruction
+// of their own on x86. Returns the token's scale, absmax / 127: 0 for zeros, and NaN where a value is
+// not finite, so that this row of the result shows it.
+template <typename T>
+float quantize(const T* x, int64_t k, uint8_t* q) {
+  float peak = 0, poison = 0;
+#pragma omp simd reduction(max : peak) reduction(+ : poison)
+  for (int64_t i = 0; i < k; i++) {
+    peak = std::max(peak, std::fabs(float(x[i])));
+    poison += float(x[i]) * 0;
+  }
+  const bool finite = poison == 0;
+  if (!finite || peak == 0) {
+    std::memset(q, 128, k);
+    return finite ? 0 : std::numeric_limits<float>::quiet_NaN();
+  }
+  const float scale = peak / 127;
+#pragma omp simd
+  for (int64_t i = 0; i < k; i++) q[i] = uint8_t(int(std::nearbyint(float(x[i]) / scale)) + 128);
+  return scale;
+}
+
+// `sums_N`: 128 times the sum of each row of the weight, which the 128 adds to its products.
+template <typename T, typename Out>
+void w8a8(const T* x_MK, const int8_t* w_NK, const int32_t* sums_N, const float* scales_N,
+          Out* y_MN, int64_t m, int64_t n, int64_t k) {
+  std::vector<uint8_t> q_MK(m * k);
+  std::vector<float> scales_M(m);
+  for (int64_t i = 0; i < m; i++) scales_M[i] = quantize(x_MK + i * k, k, &q_MK[i * k]);
+  for_rows(n, k, [&](int64_t row) {
+    const int8_t* w = w_NK + row * k;
+    for (int64_t i = 0; i < m; i++) {
+      const uint8_t* q = &q_MK[i * k];
+      int32_t acc = 0;
+      for (int64_t j = 0; j < k; j++) acc += int32_t(q[j]) * int32_t(w[j]);
+      y_MN[i * n + row] = Out(float(acc - sums_N[row]) * scales_N[row] * scales_M[i]);
+    }
+  });
+}
+
+}  // namespace compress
