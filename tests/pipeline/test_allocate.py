@@ -34,9 +34,31 @@ def manifest(out: Path, stage: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+def statistics(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A run of `small` that is calibrated and no more, to be copied."""
+    out = tmp_path_factory.mktemp("calibrated") / "run"
+    arguments = ["recipe=tiny", f"model.path={tiny_model}", f"out={out}", *SMALL]
+    return pipeline.run(composed(*arguments, "stages=[calibrate]"))
+
+
+@pytest.fixture
+def calibrated(small: Small, statistics: Path) -> Small:
+    """A recipe=tiny as in `small`, in a folder where calibrate is done."""
+
+    def make(*overrides: str) -> Config:
+        config = small(*overrides)
+        out = Path(config.out or "")
+        if not out.exists():
+            shutil.copytree(statistics, out)
+        return config
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, statistics: Path) -> Path:
     """A run with room for 10 bits a weight: 4, 8 and 16 bit."""
-    out = tmp_path_factory.mktemp("mixed") / "run"
+    out = shutil.copytree(statistics, tmp_path_factory.mktemp("mixed") / "run")
     stages = "stages=[plan,calibrate,quantize,export,score,report]"
     arguments = ["recipe=tiny", f"model.path={tiny_model}", f"out={out}", *SMALL, *WHOLE, stages]
     pipeline.run(composed(*arguments, "budget=10", "score.tasks=[]"))
@@ -91,8 +113,10 @@ def test_the_report_draws_it(mixed: Path) -> None:
     assert f"{size(found['checkpoint_bytes'])} after" in card
 
 
-def test_a_budget_in_bytes_is_kept_to_on_disk_and_every_loader_reads_it(small: Small) -> None:
-    out = pipeline.run(small(*WHOLE, "stages=[plan,calibrate,quantize,export]", "budget=1.2MB"))
+def test_a_budget_in_bytes_is_kept_to_on_disk_and_every_loader_reads_it(calibrated: Small) -> None:
+    out = pipeline.run(
+        calibrated(*WHOLE, "stages=[plan,calibrate,quantize,export]", "budget=1.2MB")
+    )
     folder = out / "checkpoint"
     weights = sum(file.stat().st_size for file in TensorFiles.files(folder))
     assert 1_150_000 < weights <= 1_200_000
@@ -164,8 +188,8 @@ def test_float16_is_guarded_format_by_format(
     assert manifest(out, "quantize")["heldout_kl"]["after"] < 1
 
 
-def test_int8_chooses_between_int8_and_16_bit(small: Small) -> None:
-    out = pipeline.run(small("quantize=w8a8", "stages=[calibrate,quantize]", "budget=12"))
+def test_int8_chooses_between_int8_and_16_bit(calibrated: Small) -> None:
+    out = pipeline.run(calibrated("quantize=w8a8", "stages=[calibrate,quantize]", "budget=12"))
     found = manifest(out, "allocate")
     assert set(found["counts"]) == {"W8A8", "16 bit"}
     assert manifest(out, "quantize")["scheme"] == "W8A8"
@@ -179,34 +203,34 @@ def test_without_a_budget_the_stage_is_not_there(small: Small) -> None:
             small(asked)
 
 
-def test_a_budget_is_neither_switched_on_nor_off_unasked(small: Small) -> None:
+def test_a_budget_is_neither_switched_on_nor_off_unasked(calibrated: Small) -> None:
     stages = "stages=[plan,calibrate,quantize,export]"
-    out = pipeline.run(small(*WHOLE, stages))
+    out = pipeline.run(calibrated(*WHOLE, stages))
     on = r"budget was null, is now \"5\".*force=\[quantize\]"
     for only in ((), ("only=quantize",), ("only=export",)):
         with pytest.raises(UserError, match=on):
-            pipeline.run(small(*WHOLE, stages, "budget=5", *only))
+            pipeline.run(calibrated(*WHOLE, stages, "budget=5", *only))
     assert manifest(out, "quantize")["scheme"] == "W4A16 g64"
     with pytest.raises(UserError, match="run the stage allocate first"):
-        pipeline.run(small(*WHOLE, stages, "budget=5", "only=quantize", "force=[quantize]"))
-    pipeline.run(small(*WHOLE, stages, "budget=9", "force=[quantize]"))
+        pipeline.run(calibrated(*WHOLE, stages, "budget=5", "only=quantize", "force=[quantize]"))
+    pipeline.run(calibrated(*WHOLE, stages, "budget=9", "force=[quantize]"))
     assert "W8A16" in manifest(out, "quantize")["scheme"]
     for only in ((), ("only=quantize",), ("only=export",)):
         with pytest.raises(UserError, match=r"budget was \"9\", is now null.*force=\[quantize\]"):
-            pipeline.run(small(*WHOLE, stages, *only))
+            pipeline.run(calibrated(*WHOLE, stages, *only))
 
 
-def test_a_changed_budget_is_refused_by_name_then_rebuilt(small: Small) -> None:
-    out = pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=5"))
+def test_a_changed_budget_is_refused_by_name_then_rebuilt(calibrated: Small) -> None:
+    out = pipeline.run(calibrated(*WHOLE, "stages=[calibrate,quantize]", "budget=5"))
     before = manifest(out, "allocate")["bytes"]
     with pytest.raises(UserError, match=r"budget was .5., is now .6.*force=\[allocate\]"):
-        pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=6"))
-    pipeline.run(small(*WHOLE, "stages=[calibrate,quantize]", "budget=6", "force=[allocate]"))
+        pipeline.run(calibrated(*WHOLE, "stages=[calibrate,quantize]", "budget=6"))
+    pipeline.run(calibrated(*WHOLE, "stages=[calibrate,quantize]", "budget=6", "force=[allocate]"))
     assert manifest(out, "allocate")["bytes"] > before
     assert "sensitivities were measured before" in (out / "log.txt").read_text()
     said = (out / "log.txt").read_text().count("sensitivities were measured before")
     settings = ("stages=[calibrate,quantize]", "budget=6")
-    pipeline.run(small(*WHOLE, *settings, "force=[calibrate]"))
+    pipeline.run(calibrated(*WHOLE, *settings, "force=[calibrate]"))
     assert (out / "log.txt").read_text().count("sensitivities were measured before") == said
 
 
@@ -223,14 +247,15 @@ def killed(config: Config, after: int) -> None:
     pipeline.run(config)
 
 
-def test_killed_it_goes_on_and_ends_with_the_same_bytes(small: Small, tmp_path: Path) -> None:
-    settings = (*WHOLE, "stages=[calibrate,quantize]", "budget=6")
-    assert forked(lambda: killed(small(*settings), 2)) == -9
-    out, other = Path(small().out or ""), tmp_path / "other"
-    assert forked(lambda: pipeline.run(small(*settings))) == 0
+def test_killed_it_goes_on_and_ends_with_the_same_bytes(calibrated: Small, tmp_path: Path) -> None:
+    settings = (*WHOLE, "quantize.rounding=gptq", "stages=[calibrate,quantize]", "budget=6")
+    assert forked(lambda: killed(calibrated(*settings), 2)) == -9
+    out, other = Path(calibrated().out or ""), tmp_path / "other"
+    assert forked(lambda: pipeline.run(calibrated(*settings))) == 0
     assert "allocate: goes on" in (out / "log.txt").read_text()
-    assert forked(lambda: pipeline.run(small(*settings, f"out={other}"))) == 0
+    assert forked(lambda: pipeline.run(calibrated(*settings, f"out={other}"))) == 0
     for stage in ("allocate", "quantize"):
         assert files(out / "stages" / stage) == files(other / "stages" / stage)
     one, two = (manifest(folder, "allocate") | {"seconds_by_part": {}} for folder in (out, other))
     assert one == two
+    assert one["rounding"] == "gptq"  # as quantize does
