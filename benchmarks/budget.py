@@ -19,7 +19,9 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +116,13 @@ def made(
     options: argparse.Namespace,
     spec: QuantSpec,
     budget: float | None,
-    reference: fidelity.Reference,
+    reference: Callable[[], fidelity.Reference],
     windows: Tensor,
 ) -> dict[str, Any]:
     """Compress and judge one checkpoint."""
     subprocess.run(command(options, spec, budget), cwd=ROOT, check=True)
     model = load(options.work / STAGES / "quantize", dtype=torch.float32)
-    close = fidelity.compare_to(reference, model, windows)
+    close = fidelity.compare_to(reference(), model, windows)
     found = {
         "kl": close.mean_kl,
         "top1": close.mean_top1,
@@ -146,7 +148,11 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     test = options.test.read_text(encoding="utf-8")
     windows = fidelity.windows(test, tokenizer, options.windows, options.window_tokens)
-    reference = fidelity.remember(load(options.model, dtype=torch.float32), windows)
+
+    @cache
+    def reference() -> fidelity.Reference:
+        return fidelity.remember(load(options.model, dtype=torch.float32), windows)
+
     folder = options.work / STAGES / "quantize"
 
     def judge(name: str, kind: str, spec: QuantSpec, budget: float | None) -> None:
