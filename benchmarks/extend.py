@@ -125,6 +125,7 @@ def rows(options: argparse.Namespace, factor: float, done: dict[str, Any]) -> It
         window=window,
         longer=longer,
         windows=options.windows,
+        lengths=(window, longer),
         keys=options.keys,
         depths=options.depths,
         seed=0,

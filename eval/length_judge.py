@@ -48,6 +48,7 @@ def length_judge(
     window: int,
     longer: int,
     windows: int,
+    lengths: Sequence[int],
     keys: int,
     depths: int,
     seed: int,
@@ -55,15 +56,14 @@ def length_judge(
 ) -> LengthJudge:
     """A judge of windows of `longer` tokens, all from `text`; raises UserError where it is short.
 
-    Numbers are hidden in texts of half the old window, the whole of it, half the new one and the
-    whole of it, at `depths` depths from the beginning to the end.
+    Numbers are hidden in texts of `lengths` tokens, at `depths` depths from beginning to end.
     """
     return LengthJudge(
         tokenizer,
         sliding_windows(text, tokenizer, windows, longer, description),
         window,
         tokenizer(text, add_special_tokens=False, verbose=False).input_ids,
-        sorted({window // 2, window, longer // 2, longer}),
+        lengths,
         [row / max(1, depths - 1) for row in range(depths)],
         keys,
         seed,

@@ -164,6 +164,7 @@ class Extend:
             window=window,
             longer=longer,
             windows=self.heldout_windows,
+            lengths=sorted({window // 2, window, longer // 2, longer}),
             keys=self.keys,
             depths=self.depths,
             seed=run.config.seed,
