@@ -57,6 +57,7 @@ def _measure(
     import torch
 
     from compress.machine import high_water
+    from compress.runtime.decode import Decoder
     from compress.runtime.latency import time_request
     from compress.runtime.loader import load
 
@@ -66,7 +67,7 @@ def _measure(
     model = load(Path(folder), device=device, backend=backend, trust_remote_code=trust_remote_code)
     loaded = time.perf_counter() - start
     prompt = torch.zeros((1, prompt_tokens), dtype=torch.long)
-    time_request(model, prompt, new_tokens=2, kv_cache=kv_cache)
+    time_request(Decoder(model, kv_cache=kv_cache), prompt, new_tokens=2)
     return {
         "load_seconds": loaded,
         "peak_rss_bytes": high_water(),

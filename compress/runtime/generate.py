@@ -1,9 +1,10 @@
-"""Greedy generation for batches of prompts, through transformers' `generate`."""
+"""Greedy generation: batches through transformers' `generate`, one prompt by our decoder."""
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.runtime.cache import cache_for
+from compress.runtime.decode import Decoder
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
@@ -89,3 +90,18 @@ def generate(
         )
         texts += tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
     return texts
+
+
+def answer(
+    decoder: Decoder, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int
+) -> str:
+    """What the model writes after `prompt`, greedily, without prompt and special tokens."""
+    config = greedy_config(decoder.model, tokenizer, max_new_tokens)
+    end = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ids, _ = encode(tokenizer, [prompt], config.pad_token_id)
+    written: list[int] = []
+    for token in decoder.tokens(ids, max_new_tokens):
+        written.append(int(token))
+        if written[-1] in end:
+            break
+    return str(tokenizer.decode(written, skip_special_tokens=True))

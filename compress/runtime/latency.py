@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from compress.log import progress
-from compress.runtime.cache import cache_for
+from compress.runtime.decode import Decoder
 
 
 @dataclass(frozen=True)
@@ -26,50 +25,41 @@ class Timing:
     tpot: list[float]
 
 
-@torch.inference_mode()
-def time_request(
-    model: PreTrainedModel, prompt: Tensor, new_tokens: int, kv_cache: str = "16"
-) -> Timing:
+def time_request(decoder: Decoder, prompt: Tensor, new_tokens: int) -> Timing:
     """Answer `prompt` [1, tokens] greedily with exactly `new_tokens`, at least 2, and time it.
 
-    kv_cache: how keys and values are kept, one of KV_CACHES.
+    Compiling is left out.
     """
-    prompt = prompt.to(model.device)
-    cache = cache_for(model, kv_cache)
-    marks = [_now(model.device)]
-    ids = prompt
-    for _ in range(new_tokens):
-        logits = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
-        ids = logits[:, -1].argmax(-1, keepdim=True)
-        marks.append(_now(model.device))
+    device = decoder.model.device
+    decoder.prepare(prompt.shape[1] + new_tokens)
+    marks = [_now(device)]
+    for _ in decoder.tokens(prompt, new_tokens):
+        marks.append(_now(device))
     steps = np.diff(marks).tolist()
     return Timing(ttft=steps[0], tpot=steps[1:])
 
 
 def time_models(
-    models: Mapping[str, PreTrainedModel],
+    decoders: Mapping[str, Decoder],
     *,
     prompt_tokens: int,
     new_tokens: int,
     requests: int,
     warmup: int,
     seed: int,
-    kv_caches: Mapping[str, str] | None = None,
 ) -> dict[str, list[Timing]]:
     """Time `requests` of each model by turns, so that what the machine does meanwhile hits all.
 
     Prompts are random tokens, the same for every model: the time does not depend on them.
-    kv_caches: how a model keeps keys and values, one of KV_CACHES; in 16 bit where none is named.
     """
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = min(model.get_input_embeddings().num_embeddings for model in models.values())
-    timings: dict[str, list[Timing]] = {name: [] for name in models}
+    vocabulary = min(d.model.get_input_embeddings().num_embeddings for d in decoders.values())
+    timings: dict[str, list[Timing]] = {name: [] for name in decoders}
     rounds = range(warmup + requests)
-    for turn in progress(rounds, "requests to " + " and ".join(models), "request"):
+    for turn in progress(rounds, "requests to " + " and ".join(decoders), "request"):
         prompt = torch.randint(vocabulary, (1, prompt_tokens), generator=generator)
-        for name, model in models.items():
-            kv_cache = (kv_caches or {}).get(name, "16")
-            timing = time_request(model, prompt, new_tokens, kv_cache)
+        for name, decoder in decoders.items():
+            timing = time_request(decoder, prompt, new_tokens)
             if turn >= warmup:
                 timings[name].append(timing)
     return timings

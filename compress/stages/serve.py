@@ -14,8 +14,9 @@ from compress.kernels.check import MAX_RELATIVE_ERROR, check_linear
 from compress.log import logger
 from compress.machine import release_memory
 from compress.runtime.cache import KV_CACHES
+from compress.runtime.decode import COMPILE, Decoder
 from compress.runtime.footprint import footprint
-from compress.runtime.generate import chat_prompt, generate
+from compress.runtime.generate import answer, chat_prompt
 from compress.runtime.latency import summarize, time_models
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import load
@@ -33,7 +34,9 @@ class Serve:
     turns, one at a time, after `warmup` more. backend: triton, cpu or reference; null: the
     COMPRESS_BACKEND of the environment, else the device's own. kv_cache: how the compressed model
     keeps keys and values: 16 (bit), v8 (V in INT8) or kv8 (K and V in INT8); the original's stay
-    in 16 bit. question: asked of both models; the answers are recorded. answer_tokens: cuts them.
+    in 16 bit. compile: off, or auto: on CPU both models' step of decoding as one program of
+    torch.compile, where there is a C++ compiler; the first time that takes minutes. question: asked
+    of both models; the answers are recorded. answer_tokens: cuts them.
     """
 
     name: ClassVar[str] = "serve"
@@ -48,6 +51,7 @@ class Serve:
     warmup: int = 2
     backend: str | None = None
     kv_cache: str = "16"
+    compile: str = "off"
     question: str = "What is the capital of France?"
     answer_tokens: int = 32
 
@@ -66,6 +70,10 @@ class Serve:
         if self.kv_cache not in KV_CACHES:
             problems.append(
                 f"serve.kv_cache is {self.kv_cache!r}; wanted one of {', '.join(KV_CACHES)}"
+            )
+        if self.compile not in COMPILE:
+            problems.append(
+                f"serve.compile is {self.compile!r}; wanted one of {', '.join(COMPILE)}"
             )
         if problems:
             raise ConfigError(problems)
@@ -104,23 +112,34 @@ class Serve:
         latency: dict[str, Any] = {}
         answers: dict[str, str] = {}
         for names in turns:
-            models = {
-                name: load(folders[name], device=device, backend=backend, trust_remote_code=trust)
+            decoders = {
+                name: Decoder(
+                    load(folders[name], device=device, backend=backend, trust_remote_code=trust),
+                    kv_cache=kv_caches[name],
+                    compile=self.compile,
+                )
                 for name in names
             }
+            compiling = {
+                name: decoder.prepare(prompt_tokens + self.new_tokens)
+                for name, decoder in decoders.items()
+            }
             timings = time_models(
-                models,
+                decoders,
                 prompt_tokens=prompt_tokens,
                 new_tokens=self.new_tokens,
                 requests=self.requests,
                 warmup=self.warmup,
                 seed=seed,
-                kv_caches=kv_caches,
             )
-            for name, model in models.items():
+            for name, decoder in decoders.items():
                 latency[name] = summarize(timings[name], prompt_tokens) | footprints[name]
-                answers[name] = self._ask(model, folders[name], kv_caches[name], trust)
-            del models, model
+                latency[name] |= {
+                    "compiled": decoder.compiled,
+                    "compile_seconds": compiling[name],
+                }
+                answers[name] = self._ask(decoder, folders[name], trust)
+            del decoders, decoder
         _say(latency, answers)
         return {
             "backend": backend,
@@ -149,18 +168,10 @@ class Serve:
             logger.info(f"  prompts of {room} tokens: the model's context holds {context}")
         return room
 
-    def _ask(self, model: PreTrainedModel, folder: Path, kv_cache: str, trust: bool) -> str:
+    def _ask(self, decoder: Decoder, folder: Path, trust: bool) -> str:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
         prompt = chat_prompt(tokenizer, self.question)
-        (answer,) = generate(
-            model,
-            tokenizer,
-            [prompt],
-            max_new_tokens=self.answer_tokens,
-            batch_size=1,
-            kv_cache=kv_cache,
-        )
-        return answer.strip()
+        return answer(decoder, tokenizer, prompt, self.answer_tokens).strip()
 
 
 def check_kernels(model: PreTrainedModel, backend: str, seed: int) -> dict[str, Any]:
@@ -219,6 +230,7 @@ def _say(latency: dict[str, Any], answers: dict[str, str]) -> None:
     logger.info(
         f"  decode {before['decode_tokens_per_s']:.1f} to {after['decode_tokens_per_s']:.1f} "
         f"tokens/s, prefill {before['prefill_tokens_per_s']:.0f} to "
-        f"{after['prefill_tokens_per_s']:.0f}, one request at a time"
+        f"{after['prefill_tokens_per_s']:.0f}, one request at a time, "
+        f"the step {'compiled' if after['compiled'] else 'as its modules are'}"
     )
     logger.info(f"  asked, it answers: {answers['after']}")

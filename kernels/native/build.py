@@ -38,25 +38,30 @@ def available() -> bool:
 
     Says in one line why it is not.
     """
-    compiler = shutil.which(os.environ.get(COMPILER) or "g++")
-    if compiler is None:
+    program = compiler()
+    if program is None:
         logger.info(
             "  no C++ compiler: a token on CPU takes torch's products, which are slower; install "
             f"g++, or name one in {COMPILER}"
         )
         return False
-    binary = binary_of(compiler)
-    if not binary.exists() and (problem := _build(compiler, binary)):
-        logger.info(f"  {compiler} does not build the CPU's kernels, torch's serve: {problem}")
+    binary = binary_of(program)
+    if not binary.exists() and (problem := _build(program, binary)):
+        logger.info(f"  {program} does not build the CPU's kernels, torch's serve: {problem}")
         return False
     torch.ops.load_library(binary)
     _register_fakes()
     return True
 
 
-def binary_of(compiler: str) -> Path:
-    """Where the kernels built by `compiler` for this machine lie."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+def compiler() -> str | None:
+    """The C++ compiler: $CXX or g++, None where it is not found."""
+    return shutil.which(os.environ.get(COMPILER) or "g++")
+
+
+def binary_of(program: str) -> Path:
+    """Where the kernels built by `program` for this machine lie."""
+    version = subprocess.run([program, "--version"], capture_output=True, check=False).stdout
     texts = [(HERE.parent / name).read_bytes() for name in TEXTS]
     parts = [*texts, version, " ".join(FLAGS).encode(), _cpu().encode(), torch.__version__.encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -73,11 +78,11 @@ def _cpu() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _build(compiler: str, binary: Path) -> str | None:
+def _build(program: str, binary: Path) -> str | None:
     """Build `binary`; returns why that failed, or None."""
     root = Path(torch.__file__).parent
     aside = binary.with_suffix(f".{os.getpid()}")
-    command = [compiler, *FLAGS, str(HERE / "ops.cpp"), "-o", str(aside)]
+    command = [program, *FLAGS, str(HERE / "ops.cpp"), "-o", str(aside)]
     command += [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
     start = time.perf_counter()
     try:

@@ -27,6 +27,7 @@ from compress.runtime.cache import (
     cache_for,
     make_cache,
 )
+from compress.runtime.decode import Decoder
 from compress.runtime.latency import time_request
 from compress.runtime.stored import GROWTH, Int8, quantize
 from compress.stages.serve import Serve
@@ -259,9 +260,9 @@ def test_a_forward_that_takes_no_cache_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match=said):
         all_logits(own, ids, "v8")
     with pytest.raises(UserError, match=said):
-        time_request(own, ids, 2, "kv8")
+        time_request(Decoder(own, kv_cache="kv8"), ids, 2)
     with pytest.raises(UserError, match=r"takes no `cache`.*, or stages= without serve$"):
-        time_request(own, ids, 2)
+        time_request(Decoder(own), ids, 2)
     assert all_logits(own, ids).shape == (1, 8, 96)
     assert all_logits(PassesAllOn(config).eval(), ids, "v8").shape == (1, 8, 96)
 

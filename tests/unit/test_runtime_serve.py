@@ -12,6 +12,7 @@ from compress.errors import ConfigError, UserError
 from compress.kernels import w8a8
 from compress.qtensor import QuantSpec
 from compress.runtime.cache import KEY_BLOCK, KV_CACHES
+from compress.runtime.decode import Decoder
 from compress.runtime.generate import chat_prompt, encode, generate
 from compress.runtime.latency import Timing, summarize, time_models
 from compress.runtime.loader import load
@@ -88,13 +89,12 @@ def test_rates_and_percentiles_are_those_of_the_requests() -> None:
 def test_every_model_is_timed_as_often(stories260k: Path) -> None:
     model = load(stories260k)
     timings = time_models(
-        {"a": model, "b": model},
+        {"a": Decoder(model), "b": Decoder(model, kv_cache="kv8")},
         prompt_tokens=5,
         new_tokens=4,
         requests=2,
         warmup=1,
         seed=0,
-        kv_caches={"b": "kv8"},
     )
     assert {name: len(found) for name, found in timings.items()} == {"a": 2, "b": 2}
     assert all(t.ttft > 0 and len(t.tpot) == 3 and min(t.tpot) > 0 for t in timings["a"])
@@ -123,6 +123,7 @@ def test_the_stage_checks_asks_and_times(
         assert figures["requests"] == 2
         assert figures["peak_rss_bytes"] > figures["idle_rss_bytes"] > 0
         assert figures["load_seconds"] > 0
+        assert figures["compiled"] is False
 
 
 def test_a_kernel_that_is_off_is_refused(
@@ -140,5 +141,5 @@ def test_a_kernel_that_is_off_is_refused(
 
 def test_all_fields_that_cannot_be_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        Serve(new_tokens=1, requests=0, backend="gpu")
-    assert len(caught.value.problems) == 3
+        Serve(new_tokens=1, requests=0, backend="gpu", compile="on")
+    assert len(caught.value.problems) == 4

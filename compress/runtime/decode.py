@@ -1,0 +1,149 @@
+"""Decoding one request greedily, as fast as the runtime can on a CPU.
+
+At decode a small model waits for Python and for hundreds of small operations, so there are two ways
+to take a step. `off`: the model's modules as they are. `auto`: the whole step as one program of
+torch.compile, over a KV cache of fixed size, where there is a C++ compiler. Its first use takes a
+minute or more; torch keeps what it compiled for the next process. Either way linears in bf16 run
+through compress.kernels.dense.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from compress.errors import UserError
+from compress.kernels import dense
+from compress.kernels.native.build import compiler
+from compress.log import logger
+from compress.runtime.cache import cache_for
+
+COMPILE = ("off", "auto")
+LEAST_CAPACITY = 256
+"""Tokens in the smallest cache of fixed size. Others hold twice as many, and so on: each size is
+compiled for."""
+
+Step = Callable[[Tensor, Tensor, Cache], Tensor]
+"""Ids [1, T] and their positions [1, T] to the next id [1, 1]; the cache takes up the T tokens."""
+
+
+class Decoder:
+    """`model` for one greedy request at a time.
+
+    The model's bf16 linears are told to run single tokens through compress.kernels.dense, which
+    gives other last bits than a batch has: for batches, or to train, load it once more.
+    kv_cache: one of KV_CACHES; only 16 is compiled for. compile: one of COMPILE. Raises UserError
+    for another. Where the step cannot be compiled a line says why, and `compiled` is false.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, kv_cache: str = "16", compile: str = "off"
+    ) -> None:
+        if compile not in COMPILE:
+            raise UserError(f"compile is {compile!r}; wanted one of {', '.join(COMPILE)}")
+        self.model, self.kv_cache = model, kv_cache
+        self._compiled: Step | None = None
+        self._compiled_for: set[int] = set()
+        _use_dense_products(model)
+        if compile == "auto":
+            problem = _why_not(model, kv_cache)
+            if problem:
+                _say_not_compiled(problem)
+            else:
+                self._compiled = _compile(self._step)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps run compiled."""
+        return self._compiled is not None
+
+    @torch.inference_mode()
+    def prepare(self, length: int) -> float:
+        """Compile for requests of up to `length` tokens, prompt and answer; returns the seconds."""
+        if self._compiled is None or (size := capacity(length)) in self._compiled_for:
+            return 0.0
+        start = time.perf_counter()
+        first = torch.zeros((1, 1), dtype=torch.long)
+        cache = cache_for(self.model, self.kv_cache)
+        self._step(first, first, cache)
+        try:
+            self._compiled(first, first + 1, _of_fixed_size(cache, self.model, size))
+        except RuntimeError as error:  # of dynamo, inductor and the compiler
+            _say_not_compiled(next(iter(str(error).strip().splitlines()), repr(error)))
+            self._compiled = None
+            return 0.0
+        self._compiled_for.add(size)
+        seconds = time.perf_counter() - start
+        logger.info(f"  compiled the step of decoding for {size} tokens in {seconds:.0f} s")
+        return seconds
+
+    @torch.inference_mode()
+    def tokens(self, prompt: Tensor, most: int) -> Iterator[Tensor]:
+        """The `most` likeliest tokens after `prompt` [1, T], ids [1, 1], each once it is known."""
+        length = prompt.shape[1]
+        self.prepare(length + most)
+        device = self.model.device
+        cache = cache_for(self.model, self.kv_cache)
+        token = self._step(prompt.to(device), torch.arange(length, device=device)[None], cache)
+        yield token
+        step = self._step
+        if self._compiled is not None:
+            step = self._compiled
+            cache = _of_fixed_size(cache, self.model, capacity(length + most))
+        for at in range(length, length + most - 1):
+            token = step(token, torch.tensor([[at]], device=device), cache)
+            yield token
+
+    def _step(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        logits = self.model(
+            input_ids=ids, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1
+        ).logits
+        return logits[:, -1].float().argmax(-1, keepdim=True)
+
+
+def _compile(step: Step) -> Step:
+    return torch.compile(step, fullgraph=True, dynamic=False)
+
+
+def capacity(length: int) -> int:
+    """Tokens that the cache of fixed size for a request of `length` tokens holds."""
+    return max(LEAST_CAPACITY, 1 << (length - 1).bit_length())
+
+
+def _of_fixed_size(cache: Cache, model: PreTrainedModel, size: int) -> StaticCache:
+    """The keys and values of `cache` in one that holds `size` tokens."""
+    fixed = StaticCache(config=model.config, max_cache_len=size)
+    for index, layer in enumerate(cache.layers):
+        fixed.update(layer.keys, layer.values, index)
+    return fixed
+
+
+def _use_dense_products(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if type(module) is nn.Linear and dense.takes(module.weight):
+            module.forward = MethodType(_dense_forward, module)
+
+
+def _dense_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return dense.linear(x, module.weight, module.bias)
+
+
+def _why_not(model: PreTrainedModel, kv_cache: str) -> str | None:
+    """What keeps the step of `model` from being compiled."""
+    if kv_cache != "16":
+        return f"a KV cache of {kv_cache} grows as it goes; kv_cache=16 has a fixed size"
+    if model.device.type != "cpu":
+        return f"that was built for CPU, the model is on {model.device.type}"
+    if compiler() is None:
+        return "there is no C++ compiler; install g++, or name one in CXX"
+    if not all(type(layer) is DynamicLayer for layer in cache_for(model, kv_cache).layers):
+        return "the model has layers with a window or a state"
+    return None
+
+
+def _say_not_compiled(problem: str) -> None:
+    logger.info(f"  the step of decoding is not compiled: {problem}")
