@@ -43,7 +43,7 @@ class Rates:
     rest: float
 
 
-RATES = {4: Rates(5e-4, 5e-5), 8: Rates(1e-4, 1e-5)}
+RATES = {4: Rates(5e-4, 5e-5), 8: Rates(5e-5, 5e-6)}
 """By the fewest bits of a layer: what is coarse has more to win, and what is fine more to lose."""
 
 
