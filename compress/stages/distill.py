@@ -155,7 +155,7 @@ class Distill:
         )
         done = history.curve[-1]["step"]
         step_tokens = made.figures["tokens"] * self.batch // len(made)
-        weights = labels.linear_weights(source, config.model.trust_remote_code)
+        weights = labels.linear_weights(run.artifacts["dense"], config.model.trust_remote_code)
         return {
             "labels": made.figures,
             "trained_parameters": sum(p.numel() for _, g in groups for p in g.values()),
