@@ -32,7 +32,7 @@ from compress.eval.length_judge import LengthJudge, length_judge
 from compress.machine import hardware, packages
 from compress.model import storage_dtype
 from compress.runtime.loader import load
-from compress.stages.extend import scale, window_of
+from compress.scaling import scale, window_of
 from compress.trainable import make_trainable
 
 HERE = Path(__file__).resolve().parent

@@ -48,7 +48,7 @@ def batches(
     Documents are taken from the longest on, as many as are needed, and cut into pieces of `length`;
     of shorter ones several fill a window, each a piece of its own. In `passkey` of the windows a
     number is hidden and asked for at the end. Where there is less text, it is gone through again.
-    Raises UserError where there is none.
+    Raises UserError where there is none, and where `length` leaves no room to hide a number in.
     """
     draw = random.Random(seed)
     long, filler = _pieces(docs, tokenizer, length, steps * batch * length)
@@ -59,10 +59,13 @@ def batches(
     hidden = set(draw.sample(range(steps * batch), round(passkey * steps * batch)))
     windows = []
     for number in range(steps * batch):
-        text = None
         if number in hidden:
             text = hide(tokenizer, filler, length, [draw.random()], TAUGHT, draw.randrange(1 << 30))
-        if text is not None:
+            if text is None:
+                raise UserError(
+                    f"extend.passkey: a training window of {length} tokens has no room to hide a "
+                    "number in; wanted a larger extend.length, or extend.passkey=0"
+                )
             windows.append([Piece(text.ids, text.answers[0])])
             continue
         window = [next(following)]
@@ -149,8 +152,12 @@ def fine_tune(
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
     """Keep a block's input alone for the way back, and make the rest again when it is its turn.
 
-    transformers does so in training mode alone, which would switch dropout on: it stays off.
+    transformers does so in training mode alone, which would switch dropout on: it stays off. A
+    model that cannot do so keeps all.
     """
+    if not model.supports_gradient_checkpointing:
+        yield
+        return
     model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
     for module in model.modules():

@@ -142,8 +142,9 @@ def whole_window(rope: Mapping[str, Any], positions: int) -> int:
 
     Of yarn that may still be the trained one: Qwen's cards add the factor alone.
     """
-    if rope.get("rope_type") == "yarn" and rope.get("factor"):
-        return max(positions, round(rope["original_max_position_embeddings"] * rope["factor"]))
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "yarn" and positions == original:
+        return round(original * rope["factor"])
     return positions
 
 

@@ -15,10 +15,13 @@ from compress import checkpoint, data, heldout, long_training
 from compress.algorithms import rope
 from compress.artifact import write_json
 from compress.errors import ConfigError, UserError
-from compress.eval.length import leading, read, sliding_windows
+from compress.eval.length import sliding_windows
 from compress.eval.length_judge import LengthJudge, length_judge
+from compress.eval.length_needles import ASKED
 from compress.log import logger
+from compress.long_window import losses
 from compress.model import storage_dtype
+from compress.scaling import check_frequencies, raise_limit, rope_of, scale, window_of
 from compress.source import describe
 from compress.stage import Run
 from compress.trainable import load_exact, make_trainable
@@ -71,6 +74,8 @@ class Extend:
             )
         if not 0 <= self.passkey <= 1:
             problems.append(f"extend.passkey is {self.passkey}; wanted a share, 0 to 1")
+        if not 1 <= self.depths <= len(ASKED.things):
+            problems.append(f"extend.depths is {self.depths}; wanted 1 to {len(ASKED.things)}")
         if self.rate <= 0:
             problems.append(f"extend.rate is {self.rate}; wanted above 0")
         for name, value, least in (
@@ -80,7 +85,6 @@ class Extend:
             ("heldout_windows", self.heldout_windows, 1),
             ("measures", self.measures, 1),
             ("keys", self.keys, 0),
-            ("depths", self.depths, 1),
         ):
             if value is not None and value < least:
                 problems.append(f"extend.{name} is {value}; wanted at least {least}")
@@ -103,19 +107,16 @@ class Extend:
             }
 
         longer = round(window * self.factor)
-        if why := rope.refusal(self.method, _parameters(parsed)):
+        if why := rope.refusal(self.method, rope_of(parsed)):
             raise UserError(f"extend: {why}; use extend.factor=1")
         judge, texts = self._texts(run, window, longer)
         before = _once(run.work / "before.json", lambda: self._before(run, source, judge))
-        searched = self._search(run, source, parsed, texts, longer) if self.search else {}
+        searched = self._search(run, source, parsed, judge, texts) if self.search else {}
         stretch = float(min(searched, key=lambda found: searched[found])) if searched else 1.0
         folder = run.work / "scaled"
         scale(source, folder, parsed, self.method, self.factor, stretch)
 
-        model = make_trainable(_scaled_model(folder, run))
-        at_once = _once(run.work / "scaled.json", lambda: judge.judge(model))
-        changed, curve = self._fine_tuned(run, model, judge, texts, longer)
-        after = judge.judge(model) if changed else at_once
+        at_once, after, changed, curve = self._stretched(run, folder, judge, texts)
         checkpoint.rewrite(source, out, changed, describe(folder))
         raise_limit(out, longer)
         kl = heldout.distance_of(load_exact(out, run.config), run.artifacts["statistics"]).kl
@@ -177,25 +178,48 @@ class Extend:
         kl = heldout.distance_of(model, run.artifacts["statistics"]).kl
         return {**judge.judge(model), "kl": kl}
 
+    @torch.no_grad()
     def _search(
-        self, run: Run, source: Path, parsed: PretrainedConfig, texts: list[str], longer: int
+        self,
+        run: Run,
+        source: Path,
+        parsed: PretrainedConfig,
+        judge: LengthJudge,
+        texts: list[str],
     ) -> dict[str, float]:
         """The perplexity of one long window of training text for each of STRETCHES."""
-        tokenizer = AutoTokenizer.from_pretrained(run.artifacts["dense"])
-        text, bos = "\n\n".join(texts), leading(tokenizer)
-        ids = sliding_windows(text, tokenizer, 1, longer, run.config.data.source)
+        ids = sliding_windows(
+            "\n\n".join(texts), judge.tokenizer, 1, judge.ids.shape[1], run.config.data.source
+        )
         found = {}
         for stretch in STRETCHES:
             folder = run.work / "tried"
             scale(source, folder, parsed, self.method, self.factor, stretch)
-            found[str(stretch)] = read(load_exact(folder, run.config), ids, longer, bos).long
-            logger.info(f"  slowed by {stretch:g} times the factor: {found[str(stretch)]:.2f}")
+            model = load_exact(folder, run.config)
+            found[str(stretch)] = float(losses(model, ids.to(model.device)).mean().exp())
+            logger.info(
+                f"  slowed by {stretch:g} times the factor: perplexity {found[str(stretch)]:.2f}"
+            )
         return found
 
+    def _stretched(
+        self, run: Run, folder: Path, judge: LengthJudge, texts: list[str]
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[dict[str, Any]]]:
+        """How the scaled model in `folder` is judged before and after the fine-tune, the tensors
+        that this changed, and its curve.
+        """
+        model = load_exact(folder, run.config)
+        check_frequencies(model)
+        make_trainable(model)
+        at_once = _once(run.work / "scaled.json", lambda: judge.judge(model))
+        changed, curve = self._fine_tuned(run, model, judge, texts)
+        return at_once, judge.judge(model) if changed else at_once, changed, curve
+
     def _fine_tuned(
-        self, run: Run, model: PreTrainedModel, judge: LengthJudge, texts: list[str], longer: int
+        self, run: Run, model: PreTrainedModel, judge: LengthJudge, texts: list[str]
     ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """The tensors of the best step, none where that is the start, and the measured curve."""
+        longer = judge.ids.shape[1]
         if not self.steps:
             return {}, []
         steps = long_training.batches(
@@ -233,71 +257,3 @@ def _once(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not file.exists():
         write_json(file, make())
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _parameters(parsed: PretrainedConfig) -> dict[str, Any]:
-    return dict(getattr(parsed, "rope_parameters", None) or {})
-
-
-def window_of(parsed: PretrainedConfig) -> int:
-    """The window that a model has now, in tokens."""
-    return rope.whole_window(_parameters(parsed), parsed.max_position_embeddings)
-
-
-def _head_dim(parsed: PretrainedConfig) -> int:
-    return getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads
-
-
-def scale(
-    source: Path,
-    folder: Path,
-    parsed: PretrainedConfig,
-    method: str,
-    factor: float,
-    stretch: float = 1.0,
-) -> None:
-    """Make `folder` the model of `source` with its RoPE scaled, by links.
-
-    parsed: its config as transformers reads it, which knows the several spellings of config.json
-    and the defaults that it leaves out.
-    """
-    parameters, window = _parameters(parsed), window_of(parsed)
-    folder.mkdir(exist_ok=True)
-    checkpoint.hand_on(source, folder)
-    changed = {
-        **describe(source),
-        "rope_parameters": rope.scaled(
-            method, parameters, factor, _head_dim(parsed), window, stretch
-        ),
-        "max_position_embeddings": round(window * factor),
-    }
-    # Older spellings of the same would contradict it.
-    for name in ("rope_theta", "rope_scaling"):
-        changed.pop(name, None)
-    write_json(folder / "config.json", changed)
-
-
-def raise_limit(folder: Path, window: int) -> None:
-    """Let the tokenizer's own limit be no lower: vLLM takes the lower of the two windows."""
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if settings.get("model_max_length", window) < window:
-        write_json(file, {**settings, "model_max_length": window})
-
-
-def _scaled_model(folder: Path, run: Run) -> PreTrainedModel:
-    """The scaled model; raises UserError where it does not turn by the frequencies meant."""
-    model = load_exact(folder, run.config)
-    wanted, _ = rope.frequencies(
-        _parameters(model.config), _head_dim(model.config), window_of(model.config)
-    )
-    built = [b for name, b in model.named_buffers() if name.rpartition(".")[2] == "inv_freq"]
-    if not built or not all(
-        b.shape == wanted.shape and torch.allclose(b.cpu().double(), wanted, rtol=1e-4)
-        for b in built
-    ):
-        raise UserError(
-            f"extend: a {model.config.model_type} does not take its frequencies from "
-            "rope_parameters as others do; use extend.factor=1"
-        )
-    return model

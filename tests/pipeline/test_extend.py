@@ -17,6 +17,7 @@ from compress.algorithms import rope
 from compress.config import Config
 from compress.errors import UserError
 from compress.runtime.loader import load
+from compress.stage import Run
 
 Small = Callable[..., Config]
 
@@ -26,7 +27,7 @@ LONGER = (
     "extend.method=yarn",
     "extend.search=true",
     "extend.steps=12",
-    "extend.length=64",
+    "extend.length=160",
     "extend.passkey=0.25",
     "extend.keys=1",
     "extend.depths=2",
@@ -104,9 +105,11 @@ def test_a_model_whose_rope_cannot_be_stretched_is_refused_with_the_reason(
     folder.mkdir()
     for file in tiny_model.iterdir():
         (folder / file.name).symlink_to(file)
-    config = json.loads((tiny_model / "config.json").read_text())
-    config["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    changed = json.loads((tiny_model / "config.json").read_text())
+    changed["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
     (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(changed))
+    config = small(f"model.path={folder}", "extend.method=yarn")
+    run = Run(config=config, artifacts={"quantized": folder}, work=tmp_path, manifests={})
     with pytest.raises(UserError, match="stretched by linear, whose config does not say"):
-        pipeline.run(small(STAGES, f"model.path={folder}", "extend.method=yarn"))
+        config.extend.run(run, tmp_path)

@@ -153,6 +153,10 @@ def test_a_stated_share_of_the_windows_hides_a_number(tokenizer: PreTrainedToken
         said = f"you need {key}"
         assert tokenizer.decode(piece.ids).count(said) == 2
     assert not {*TAUGHT.things} & {*ASKED.things}
+    with pytest.raises(UserError, match="a training window of 40 tokens has no room"):
+        long_training.batches(
+            ["a long document " * 40], tokenizer, steps=1, batch=1, length=40, passkey=1, seed=0
+        )
 
 
 def test_checkpointing_changes_no_gradient_and_switches_no_dropout_on(tiny_model: Path) -> None:
