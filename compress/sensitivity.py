@@ -86,9 +86,9 @@ class Sensitivity:
 
     @property
     def disk(self) -> int:
-        """Bytes of hidden states that are kept, at most."""
+        """Bytes of hidden states that are kept."""
         channels = self.model.config.get_text_config().hidden_size
-        kept = 2 * len(self.model) * self.windows.ids.numel()
+        kept = (2 * len(self.model) + 1) * self.windows.ids.numel()
         moving = 2 * self.calibration.ids.numel() if self.rounding == "gptq" else 0
         return FLOAT32 * channels * (kept + moving)
 
@@ -261,13 +261,11 @@ class Sensitivity:
         self, states: HiddenStates, name: str, index: int
     ) -> Iterator[tuple[slice, Tensor, Mapping[str, object]]]:
         """A stream a batch at a time: rows, hidden states, and the block's other arguments."""
-        windows, device = self._windows_of(name), self.model.device
+        windows = self.calibration if name == CALIBRATION else self.windows
+        device = self.model.device
         for rows, hidden in states.batches(name, together(self.batch, windows.ids.shape[1])):
             ids, mask = windows.ids[rows].to(device), windows.mask[rows].to(device)
             yield rows, hidden.to(device), self.model.calls(ids, mask)[index]
-
-    def _windows_of(self, name: str) -> Windows:
-        return self.calibration if name == CALIBRATION else self.windows
 
     def _embedded(self, windows: Windows) -> Iterator[Tensor]:
         device = self.model.device
