@@ -90,7 +90,7 @@ class Decoder:
         cache = cache_for(self.model, self.kv_cache)
         token = self._step(prompt.to(device), torch.arange(length, device=device)[None], cache)
         yield token
-        step = self._step
+        step: Step = self._step
         if self._compiled is not None:
             step = self._compiled
             cache = _of_fixed_size(cache, self.model, capacity(length + most))
@@ -125,7 +125,7 @@ def _of_fixed_size(cache: Cache, model: PreTrainedModel, size: int) -> StaticCac
 def _use_dense_products(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) is nn.Linear and dense.takes(module.weight):
-            module.forward = MethodType(_dense_forward, module)
+            module.forward = MethodType(_dense_forward, module)  # type: ignore[method-assign]
 
 
 def _dense_forward(module: nn.Linear, x: Tensor) -> Tensor:
