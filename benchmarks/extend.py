@@ -28,11 +28,12 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from compress import long_training
 from compress.algorithms import rope
 from compress.artifact import differences, write_json, write_text
+from compress.eval.length import sliding_windows
 from compress.eval.length_judge import LengthJudge, length_judge
 from compress.machine import hardware, packages
 from compress.model import storage_dtype
 from compress.runtime.loader import load
-from compress.scaling import scale, window_of
+from compress.scaling import best, scale, search, window_of
 from compress.trainable import make_trainable
 
 HERE = Path(__file__).resolve().parent
@@ -139,9 +140,19 @@ def rows(options: argparse.Namespace, factor: float, done: dict[str, Any]) -> It
             continue
         work = options.work / f"{options.name}-{method}-{factor:g}"
         work.mkdir(parents=True, exist_ok=True)
-        scale(options.model, work / "scaled", config, method, factor)
-        model = make_trainable(load(work / "scaled", dtype=torch.float32))
-        found: dict[str, Any] = {"scaled": judge.judge(model)}
+
+        def stretched(
+            stretch: float, folder: Path = work / "scaled", method: str = method
+        ) -> PreTrainedModel:
+            scale(options.model, folder, config, method, factor, stretch)
+            return load(folder, dtype=torch.float32)
+
+        searched = {}
+        if options.search:
+            long = sliding_windows("\n\n".join(docs), judge.tokenizer, 1, longer, "its start")
+            searched = search(stretched, factor, long)
+        model = make_trainable(stretched(best(searched)))
+        found = {"stretch": best(searched), "search": searched, "scaled": judge.judge(model)}
         if options.steps:
             found["training"] = fine_tuned(options, model, judge, docs, longer, work)
             found["tuned"] = judge.judge(model)
@@ -200,7 +211,7 @@ def table(report: dict[str, Any]) -> str:
             ppl = judged["ppl"]
             cells = [
                 str(longer),
-                NAMES[name],
+                NAMES[name] + slowed(methods[name].get("stretch", 1.0)),
                 "yes" if state == "tuned" else "",
                 *(f"{x:.2f}" for x in (ppl["long"], ppl["by_position"][-1], ppl["short"])),
                 *found_at(judged["retrieval"], (report["window"], longer)),
@@ -208,6 +219,11 @@ def table(report: dict[str, Any]) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def slowed(stretch: float) -> str:
+    """Words for frequencies that a search slowed by another factor than the window's."""
+    return "" if stretch == 1 else f", slowed by {stretch:g} times that"
 
 
 def found_at(retrieval: dict[str, Any] | None, lengths: tuple[int, int]) -> list[str]:
@@ -235,6 +251,7 @@ def main() -> int:
     add("--name", help="of the results, extend-NAME.json; default: the model folder's")
     add("--factors", nargs="+", type=float, default=[2.0, 4.0])
     add("--methods", nargs="+", choices=rope.METHODS, default=["linear", "ntk", "yarn"])
+    add("--search", action="store_true", help="how far to slow the frequencies, as extend.search")
     add("--steps", type=int, default=100, help="of the fine-tune; 0: none")
     add("--rate", type=float, default=2e-5)
     add("--batch", type=int, default=1, help="training windows a step")

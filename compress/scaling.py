@@ -1,17 +1,24 @@
 """A model folder with a longer window: config and tokenizer changed, the weights as they are."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress import checkpoint
 from compress.algorithms import rope
 from compress.artifact import write_json
 from compress.errors import UserError
+from compress.log import logger
+from compress.long_window import losses
 from compress.source import describe
+
+STRETCHES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+"""Times the factor by which a search slows the frequencies."""
 
 
 def rope_of(parsed: PretrainedConfig) -> dict[str, Any]:
@@ -78,3 +85,27 @@ def check_frequencies(model: PreTrainedModel) -> None:
             f"extend: a {model.config.model_type} does not take its frequencies from "
             "rope_parameters as others do; use extend.factor=1"
         )
+
+
+@torch.no_grad()
+def search(
+    stretched: Callable[[float], PreTrainedModel], factor: float, ids: Tensor
+) -> dict[str, float]:
+    """The perplexity of windows `ids` [n, T] by each of STRETCHES that still slows.
+
+    stretched: makes the model whose frequencies are slowed by so many times `factor`.
+    """
+    found = {}
+    for stretch in STRETCHES:
+        if factor * stretch < 1:
+            continue
+        model = stretched(stretch)
+        loss = torch.cat([losses(model, row.to(model.device)) for row in ids.split(1)]).mean()
+        found[str(stretch)] = float(loss.exp())
+        logger.info(f"  slowed by {factor * stretch:g}: perplexity {found[str(stretch)]:.2f}")
+    return found
+
+
+def best(searched: Mapping[str, float]) -> float:
+    """The stretch with the lowest perplexity, 1 where none was tried."""
+    return float(min(searched, key=lambda name: searched[name])) if searched else 1.0

@@ -176,8 +176,8 @@ def scaled(
 
     ntk: a larger theta and nothing else. yarn: NTK by parts with its temperature. linear: every
     pair alike. All start from the window that the model was trained with before any scaling; a
-    model that is by parts already (yarn, llama3) stays so, with a larger factor. stretch: how much
-    more than the factor the frequencies are slowed by. Raises ValueError where `refusal` says why.
+    model that is by parts already (yarn, llama3) stays so, with a larger factor. stretch: slows the
+    frequencies by so many times the factor. Raises ValueError where `refusal` says why.
     """
     if why := refusal(method, rope):
         raise ValueError(why)
@@ -187,18 +187,35 @@ def scaled(
     if method == "yarn" and (kind == "yarn" or (kind == "llama3" and not _is_linear(rope))):
         # The temperature follows from the new factor.
         kept = {name: value for name, value in rope.items() if name != "attention_factor"}
-        return {**kept, "factor": whole_factor(rope, window) * factor * stretch}
+        raised = {**kept, "factor": whole_factor(rope, window) * factor * stretch}
+        return raised if kind == "llama3" else _filling(raised, round(window * factor))
     whole = (rope["factor"] if kind == "linear" else window / original) * factor * stretch
     if method == "ntk":
         theta = ntk_theta(rope["rope_theta"], whole, turning(rope, head_dim))
         return {**rest, "rope_type": "default", "rope_theta": theta}
     named = {"factor": whole, "original_max_position_embeddings": original}
     if method == "yarn":
-        return {**rest, "rope_type": "yarn", **named}
+        return _filling({**rest, "rope_type": "yarn", **named}, round(window * factor))
     # Written as llama3 with no pair fast enough to be left alone: `linear` would make vLLM and
     # SGLang multiply max_position_embeddings, which is the new window, by the factor again.
     ends = {"low_freq_factor": float(original), "high_freq_factor": 2.0 * original}
     return {**rest, "rope_type": "llama3", **named, **ends}
+
+
+def _filling(yarn: dict[str, Any], window: int) -> dict[str, Any]:
+    """The same frequencies, spelled so that the original window times the factor is `window`.
+
+    vLLM's table of cosines ends at that product, and transformers warns where it is another. The
+    ramp depends on the original window by turns alone, so the numbers of turns move with it.
+    """
+    original = yarn["original_max_position_embeddings"]
+    wanted = math.ceil(window / yarn["factor"])
+    if wanted == original:
+        return yarn
+    ends = (yarn.get("beta_fast") or 32, yarn.get("beta_slow") or 1)
+    fast, slow = (turns * wanted / original for turns in ends)
+    moved = {"original_max_position_embeddings": wanted, "beta_fast": fast, "beta_slow": slow}
+    return {**yarn, **moved}
 
 
 def whole_factor(rope: Mapping[str, Any], window: int) -> float:

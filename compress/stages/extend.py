@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
@@ -19,15 +18,19 @@ from compress.eval.length import sliding_windows
 from compress.eval.length_judge import LengthJudge, length_judge
 from compress.eval.length_needles import ASKED
 from compress.log import logger
-from compress.long_window import losses
 from compress.model import storage_dtype
-from compress.scaling import check_frequencies, raise_limit, rope_of, scale, window_of
+from compress.scaling import (
+    best,
+    check_frequencies,
+    raise_limit,
+    rope_of,
+    scale,
+    search,
+    window_of,
+)
 from compress.source import describe
 from compress.stage import Run
 from compress.trainable import load_exact, make_trainable
-
-STRETCHES = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""By how much more than the factor the search slows the frequencies."""
 
 
 @dataclass(kw_only=True)
@@ -36,7 +39,7 @@ class Extend:
 
     factor: new window over old; 1 leaves the model as it is. method: ntk (static NTK-aware: a
     larger theta alone), yarn (NTK by parts), linear. search: frequencies are also tried slowed by
-    more than the factor (STRETCHES), by perplexity on one long window of training text.
+    less and by more than the factor, by perplexity on one long window of training text.
     steps: of the fine-tune of norms, Q and K (and V where it is in one matrix with them), the
     integers frozen; 0: none. rate: its learning rate. batch: windows a step. length: tokens of a
     training window; null: the whole new window; fewer are spread over its positions (PoSE).
@@ -112,7 +115,7 @@ class Extend:
         judge, texts = self._texts(run, window, longer)
         before = _once(run.work / "before.json", lambda: self._before(run, source, judge))
         searched = self._search(run, source, parsed, judge, texts) if self.search else {}
-        stretch = float(min(searched, key=lambda found: searched[found])) if searched else 1.0
+        stretch = best(searched)
         folder = run.work / "scaled"
         scale(source, folder, parsed, self.method, self.factor, stretch)
 
@@ -178,29 +181,19 @@ class Extend:
         kl = heldout.distance_of(model, run.artifacts["statistics"]).kl
         return {**judge.judge(model), "kl": kl}
 
-    @torch.no_grad()
     def _search(
-        self,
-        run: Run,
-        source: Path,
-        parsed: PretrainedConfig,
-        judge: LengthJudge,
-        texts: list[str],
+        self, run: Run, source: Path, parsed: PretrainedConfig, judge: LengthJudge, texts: list[str]
     ) -> dict[str, float]:
-        """The perplexity of one long window of training text for each of STRETCHES."""
+        """The perplexity of one long window of training text, by stretch."""
         ids = sliding_windows(
             "\n\n".join(texts), judge.tokenizer, 1, judge.ids.shape[1], run.config.data.source
         )
-        found = {}
-        for stretch in STRETCHES:
-            folder = run.work / "tried"
-            scale(source, folder, parsed, self.method, self.factor, stretch)
-            model = load_exact(folder, run.config)
-            found[str(stretch)] = float(losses(model, ids.to(model.device)).mean().exp())
-            logger.info(
-                f"  slowed by {stretch:g} times the factor: perplexity {found[str(stretch)]:.2f}"
-            )
-        return found
+
+        def tried(stretch: float) -> PreTrainedModel:
+            scale(source, run.work / "tried", parsed, self.method, self.factor, stretch)
+            return load_exact(run.work / "tried", run.config)
+
+        return search(tried, self.factor, ids)
 
     def _stretched(
         self, run: Run, folder: Path, judge: LengthJudge, texts: list[str]

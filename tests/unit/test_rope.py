@@ -113,6 +113,19 @@ def test_more_stretch_slows_more_in_the_same_window() -> None:
         assert float(usual[-1] / more[-1]) == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("stretch", [0.5, 0.75, 1.5])
+def test_a_stretched_yarn_fills_its_window_with_the_frequencies_of_its_factor(
+    stretch: float,
+) -> None:
+    scaled = rope.scaled("yarn", PLAIN, FACTOR, HEAD, WINDOW, stretch)
+    longer = int(FACTOR) * WINDOW
+    assert longer <= scaled["factor"] * scaled["original_max_position_embeddings"] < longer + 8
+    found, temperature = rope.frequencies(scaled, HEAD, longer)
+    wanted = rope.by_parts(10000, HEAD, FACTOR * stretch, WINDOW)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+    assert temperature == pytest.approx(0.1 * math.log(FACTOR * stretch) + 1)
+
+
 def test_scaled_models_are_stretched_from_the_window_they_were_trained_with() -> None:
     # A llama3 of 512 positions made 4096 by 8: by parts it stays what it is, twice as slow.
     assert rope.scaled("yarn", LLAMA3, 2, HEAD, 4096) == {**LLAMA3, "factor": 16.0}
