@@ -12,16 +12,18 @@ from safetensors.torch import load_file
 
 from compress import checkpoint, choices, guards
 from compress.algorithms.budget import Option, assign
+from compress.allocation import figures
 from compress.artifact import fingerprint, write_json
-from compress.choices import SIXTEEN_BIT, Group, Offer, scheme_name
+from compress.choices import Group, Offer, scheme_name
 from compress.clock import Clock
 from compress.engines import GROUP_SIZES
 from compress.errors import ConfigError, UserError
+from compress.gradients import Windows
 from compress.log import logger
 from compress.model import BlockModel, storage_dtype
 from compress.qtensor import QuantSpec, parse_scheme
-from compress.report.words import SPACE, significant, size
-from compress.sensitivity import Sensitivity, Variant, Windows
+from compress.report.words import SPACE, size
+from compress.sensitivity import Sensitivity, Variant
 from compress.sizes import tensor_elements
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
@@ -108,7 +110,6 @@ class Allocate:
         )
         room = choices.room(str(run.config.budget), groups, elements, itemsize=itemsize)
         calibration = Windows(**load_file(statistics / WINDOWS))
-        tokens = int(self._part_of(calibration).mask.sum())
         clock = Clock()
         costs = self._measure(run, out, model, groups, calibration, dtype, clock)
         _refuse_unmeasured(groups, costs)
@@ -120,7 +121,7 @@ class Allocate:
             list(group.sizes)[number]
             for group, number in zip(groups, assign(options_of, room), strict=True)
         ]
-        found = _figures(groups, costs, taken, room)
+        found = figures(groups, costs, taken, room)
         if len({spec for spec in taken if spec}) > 1 and run.config.engine in ("any", "sglang"):
             notes.append(UNTRIED)
         for note in notes:
@@ -135,7 +136,7 @@ class Allocate:
         others = itemsize * (sum(elements.values()) - found["weights"])
         return {
             "budget": run.config.budget,
-            "tokens": tokens,
+            "tokens": self._part_of(calibration).tokens,
             "rounding": self.rounding,
             "seconds_by_part": clock.seconds,
             **found,
@@ -252,69 +253,3 @@ def _offer(run: Run, model: BlockModel, dtype: torch.dtype) -> tuple[Offer, dict
             names.setdefault(spec, []).extend(group.names)
     left = offer.without({spec: guards.small_scales(model, names[spec], spec) for spec in names})
     return left, {name: why for name, why in left.reasons.items() if name not in offer.reasons}
-
-
-def _figures(
-    groups: Sequence[Group],
-    costs: Sequence[Mapping[QuantSpec | None, float]],
-    taken: Sequence[QuantSpec | None],
-    room: int,
-) -> dict[str, Any]:
-    """What was measured and chosen, as the report draws it."""
-    weights = sum(group.weights for group in groups)
-    used = sum(group.sizes[spec] for group, spec in zip(groups, taken, strict=True))
-    layers: list[dict[str, Any]] = []
-    kept: dict[str, str] = {}
-    for group, cost, spec in zip(groups, costs, taken, strict=True):
-        layers.append(
-            {
-                "name": group.name,
-                "linears": list(group.names),
-                "kl": {scheme_name(s): kl for s, kl in cost.items() if s is not None},
-                "bytes": {scheme_name(s): count for s, count in group.sizes.items()},
-                "taken": scheme_name(spec),
-            }
-        )
-        if spec is None:
-            kept |= dict.fromkeys(group.names, _why_kept(group, cost))
-    schemes = dict.fromkeys(scheme_name(spec) for group in groups for spec in group.sizes)
-    names = [layer["taken"] for layer in layers for _ in layer["linears"]]
-    return {
-        "room": room,
-        "room_bits": 8 * room / weights,
-        "bytes": used,
-        "bits_per_weight": 8 * used / weights,
-        "weights": weights,
-        "kl": sum(cost[spec] for cost, spec in zip(costs, taken, strict=True)),
-        "counts": {scheme: names.count(scheme) for scheme in schemes if scheme in names},
-        "quantized": sum(scheme != SIXTEEN_BIT for scheme in names),
-        "uniform": _uniform(groups, costs),
-        "layers": layers,
-        "kept": kept,
-    }
-
-
-def _why_kept(group: Group, cost: Mapping[QuantSpec | None, float]) -> str:
-    """The reason for 16 bit: what the cheapest other format would have cost and saved."""
-    other = min((spec for spec in cost if spec is not None), key=lambda spec: cost[spec])
-    saved = size(group.sizes[None] - group.sizes[other]).replace(SPACE, " ")
-    return (
-        f"the budget has room for it: {other.scheme} would cost a KL of "
-        f"{significant(cost[other])} and save {saved}"
-    )
-
-
-def _uniform(
-    groups: Sequence[Group], costs: Sequence[Mapping[QuantSpec | None, float]]
-) -> list[dict[str, Any]]:
-    """Every format that all groups can have: its bits a weight, and its sum of KL."""
-    weights = sum(group.weights for group in groups)
-    common = [s for s in costs[0] if s is not None and all(s in cost for cost in costs)]
-    return [
-        {
-            "scheme": spec.scheme,
-            "bits_per_weight": 8 * sum(group.sizes[spec] for group in groups) / weights,
-            "kl": sum(cost[spec] for cost in costs),
-        }
-        for spec in common
-    ]

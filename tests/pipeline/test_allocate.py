@@ -13,7 +13,7 @@ from small import SMALL, composed, die, forked
 from test_run import files
 from transformers import AutoModelForCausalLM
 
-from compress import pipeline, sensitivity
+from compress import gradients, pipeline
 from compress.config import Config
 from compress.errors import ConfigError, UserError
 from compress.report.words import size
@@ -243,7 +243,7 @@ def killed(config: Config, after: int) -> None:
                 die()
             yield item
 
-    sensitivity.progress = dying  # type: ignore[attr-defined, assignment]
+    gradients.progress = dying  # type: ignore[attr-defined, assignment]
     pipeline.run(config)
 
 

@@ -1,6 +1,6 @@
 """What a variant costs, block by block: as in a whole model in memory, and near its KL."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,16 +11,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from compress import sensitivity
+from compress import gradients, sensitivity
 from compress.algorithms.blockwise import clip_of
 from compress.algorithms.gptq import factor, gptq
 from compress.algorithms.rtn import rtn
 from compress.clock import Clock
 from compress.collector import load_block_statistics
 from compress.errors import UserError
+from compress.gradients import Windows
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
-from compress.sensitivity import Sensitivity, Variant, Windows
+from compress.sensitivity import Sensitivity, Variant
 from compress.trainable import ScaleLinear
 
 IDS = torch.randint(3, 259, (3, 24), generator=torch.Generator().manual_seed(3))
@@ -177,44 +178,41 @@ def test_windows_together_and_logits_in_parts_change_nothing_but_the_last_bits(
     together = of(folder, tmp_path / "together", batch=3).measure()
     for one, other in zip(apart, together, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
-    monkeypatch.setattr(sensitivity, "LOGITS", 272 * 5)
+    monkeypatch.setattr(gradients, "LOGITS", 272 * 5)
     parts = of(folder, tmp_path / "parts").measure()  # of another draw
     assert parts[0][0] == pytest.approx(apart[0][0], rel=0.5)
 
 
-@pytest.mark.parametrize(
-    ("stopped", "blocks"),
-    [("_forward", 0), ("_forward", 1), ("_backward", 0), ("_costs", 0), ("_costs", 1)],
-)
+@pytest.mark.parametrize("passed", range(5))
 def test_stopped_at_any_block_it_goes_on_and_ends_with_the_same_figures(
-    stopped: str, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    passed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = made("llama", tmp_path / "model")
     wanted = of(folder, tmp_path / "left alone", rounding="gptq").measure()
-    block, entered = BlockModel.block, []
-
-    def stopping(whole: Callable[..., None]) -> Callable[..., None]:
-        def run(self: Sensitivity, states: object) -> None:
-            with monkeypatch.context() as patch:
-                patch.setattr(BlockModel, "block", failing)
-                entered.clear()
-                whole(self, states)
-
-        return run
+    there_back_and_there = [0, 1, 1, 0, 1]
+    entered: list[int] = []
+    block = BlockModel.block
 
     @contextmanager
     def failing(self: BlockModel, index: int) -> Iterator[nn.Module]:
-        if len(entered) == blocks:
+        if len(entered) == passed:
             raise InterruptedError
         entered.append(index)
         with block(self, index) as found:
             yield found
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Sensitivity, stopped, stopping(getattr(Sensitivity, stopped)))
-        with pytest.raises(InterruptedError):
-            of(folder, tmp_path / "work", rounding="gptq").measure()
+    @contextmanager
+    def noting(self: BlockModel, index: int) -> Iterator[nn.Module]:
+        entered.append(index)
+        with block(self, index) as found:
+            yield found
+
+    monkeypatch.setattr(BlockModel, "block", failing)
+    with pytest.raises(InterruptedError):
+        of(folder, tmp_path / "work", rounding="gptq").measure()
+    monkeypatch.setattr(BlockModel, "block", noting)
     assert of(folder, tmp_path / "work", rounding="gptq").measure() == wanted
+    assert entered == there_back_and_there
 
 
 def test_a_hessian_that_cannot_be_factored_is_said(
