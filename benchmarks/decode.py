@@ -1,13 +1,14 @@
 """One request on CPU, decode and prefill: our runtime beside transformers and llama.cpp.
 
-    .venv/bin/python benchmarks/decode.py --original DIR --checkpoint W8A8_DIR W4A16_DIR --compile
-        --llamacpp PYTHON Q8_0.gguf Q4_0.gguf --threads 2
+    .venv/bin/python benchmarks/decode.py --original DIR --checkpoint W8A8_DIR W4A16_DIR
+        --compiled W8A8_DIR --llamacpp PYTHON Q8_0.gguf Q4_0.gguf --threads 2
 
 Each round asks every contender once for the same number of tokens, so that what the machine does
 meanwhile hits all; figures are medians over rounds (of the medians over a round's tokens), and
 ratios are to transformers' bf16 `generate` in the same run. With one thread seconds are CPU seconds
-of the process, as a shared core tells no others; with more they are the clock's. --llamacpp: a
-Python that has cyllama (benchmarks/worker_llamacpp.py, which also makes the files).
+of the process, as a shared core tells no others; with more they are the clock's. --compiled: of
+the folders above those that are asked with their step compiled too. --llamacpp: a Python that has
+cyllama (benchmarks/worker_llamacpp.py, which also makes the files).
 Prints a table and writes a JSON file with hardware and versions.
 """
 
@@ -107,7 +108,7 @@ def llamacpp(python: str, model: str, threads: int, clock: str) -> Contender:
 
 def prompt_ids(tokens: int) -> Tensor:
     """A prompt [1, tokens]; the time does not depend on what it says."""
-    return torch.full((1, tokens), 1000)
+    return torch.full((1, tokens), 100)
 
 
 def differences(marks: list[float]) -> list[float]:
@@ -122,7 +123,7 @@ def contenders(options: argparse.Namespace, clock: str) -> dict[str, Contender]:
     for folder in (options.original, *options.checkpoint):
         name = "bf16" if folder == options.original else scheme(folder)
         found[f"ours {name}"] = ours(Decoder(load(folder)), now)
-        if options.compile:
+        if folder in options.compiled:
             decoder = Decoder(load(folder), compile="auto")
             found[f"ours {name}, compiled"] = ours(decoder, now)
     if options.llamacpp:
@@ -147,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--original", type=Path, required=True)
     parser.add_argument("--checkpoint", type=Path, nargs="+", default=[])
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compiled", type=Path, nargs="+", default=[])
     parser.add_argument("--llamacpp", nargs="+", metavar=("PYTHON", "GGUF"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)

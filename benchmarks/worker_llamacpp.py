@@ -5,7 +5,7 @@
 
 Needs the package cyllama, whose llama.cpp is built for AVX2. `quantize` takes a quantized model
 too, which is enough to time one. `serve` reads lines `prompt new`, numbers of tokens, and writes
-the seconds of each new token as a JSON list; the prompt is made of token 1000.
+the seconds of each new token as a JSON list; the prompt is made of token 100.
 """
 
 import json
@@ -39,7 +39,7 @@ def serve(path: str, threads: str, clock: str) -> None:
     for line in sys.stdin:
         prompt, new = map(int, line.split())
         context.kv_cache_clear()
-        marks, length, ids = [now()], 0, [1000] * prompt
+        marks, length, ids = [now()], 0, [100] * prompt
         for _ in range(new):
             context.decode(llama_cpp.llama_batch_get_one(ids, length))
             length += len(ids)
