@@ -202,18 +202,19 @@ def table(report: dict[str, Any]) -> str:
     if not done:
         return ""
     first = next(iter(done.values()))["mixed"]["allocate"]
+    cores = report["hardware"]["cores"]
     lines = [
         f"{report['model']}, engine={report['engine']}, rounding {report['rounding']}, choices "
         f"{', '.join(report['choices'])} and 16 bit; {report['samples']} calibration windows of "
         f"{report['length']} tokens, sensitivities on {first['tokens']} tokens; judged on "
         f"{report['windows']} windows of {report['window_tokens']} tokens of `{report['test']}`. "
-        f"{report['hardware']['cpu']}, {report['hardware']['cores']} cores.",
+        f"{report['hardware']['cpu']}, {cores} core{'s' if cores > 1 else ''}.",
         "",
         "| bits a weight | uniform | its KL | mixed: KL | of the uniform's | added up: uniform "
         "| mixed | linears |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, pair in done.items():
+    for name, pair in sorted(done.items(), key=lambda item: item[1]["bits_per_weight"]):
         scheme = pair.get("beside", name)
         mixed, uniform = pair["mixed"], report["results"][scheme]["uniform"]
         chosen, bits = mixed["allocate"], report["results"][scheme]["bits_per_weight"]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,12 @@ def made(family: str, folder: Path) -> Path:
 def of(folder: Path, work: Path, batch: int = 2, rounding: str = "nearest") -> Sensitivity:
     work.mkdir(exist_ok=True)
     text, model = Windows(IDS, MASK), BlockModel(folder)
-    settings = {"rounding": rounding, "smooth": False, "seed": SEED, "clock": Clock()}
+    settings: dict[str, Any] = {
+        "rounding": rounding,
+        "smooth": False,
+        "seed": SEED,
+        "clock": Clock(),
+    }
     return Sensitivity(model, text, text, VARIANTS, folder, torch.bfloat16, work, batch, **settings)
 
 
@@ -158,7 +164,12 @@ def test_the_second_order_is_near_the_measured_kl(tiny_model: Path, tmp_path: Pa
         for spec in (QuantSpec(4), QuantSpec(4, 64), QuantSpec(8, activation_bits=8), QuantSpec(4))
     ]
     windows = Windows(ids, torch.ones_like(ids))
-    settings = {"rounding": "nearest", "smooth": False, "seed": SEED, "clock": Clock()}
+    settings: dict[str, Any] = {
+        "rounding": "nearest",
+        "smooth": False,
+        "seed": SEED,
+        "clock": Clock(),
+    }
     found = Sensitivity(
         BlockModel(tiny_model), windows, windows, variants, folder, torch.bfloat16, tmp_path, 4,
         **settings,
