@@ -32,6 +32,11 @@ from compress.source import describe
 from compress.stage import Run
 from compress.trainable import load_exact, make_trainable
 
+SHORT_RISE = 0.01
+"""Rise of the perplexity in windows of the old length from which on it is told."""
+CHARACTERS = 16
+"""So many to a token fill a window: on average a token has fewer in any language."""
+
 
 @dataclass(kw_only=True)
 class Extend:
@@ -123,13 +128,18 @@ class Extend:
         checkpoint.rewrite(source, out, changed, describe(folder))
         raise_limit(out, longer)
         kl = heldout.distance_of(load_exact(out, run.config), run.artifacts["statistics"]).kl
-        told = (judged["ppl"]["long"] for judged in (before, at_once, after))
-        logger.info(
-            f"  window {window} to {longer} ({self.method}): perplexity over all of it "
-            + ", ".join(map("{:.2f} {}".format, told, ("unscaled", "scaled", "in the end")))
-        )
         kls = {"before": before["kl"], "after": kl}
         found = {"before": before, "scaled": at_once, "after": after}
+        long, short = (
+            {when: judged["ppl"][key] for when, judged in found.items()}
+            for key in ("long", "short")
+        )
+        logger.info(
+            f"  window {window} to {longer} ({self.method}): perplexity over all of it "
+            f"{long['before']:.2f} unscaled, {long['scaled']:.2f} scaled, "
+            f"{long['after']:.2f} in the end; in windows of {window} {short['before']:.2f}, "
+            f"{short['scaled']:.2f}, {short['after']:.2f}"
+        )
         parts = len(after["ppl"]["by_position"])
         return {
             "method": self.method,
@@ -142,8 +152,8 @@ class Extend:
                 "positions": [longer * (part + 1) // parts for part in range(parts)],
                 **{when: judged["ppl"]["by_position"] for when, judged in found.items()},
             },
-            "ppl": {when: judged["ppl"]["long"] for when, judged in found.items()},
-            "short_ppl": {when: judged["ppl"]["short"] for when, judged in found.items()},
+            "ppl": long,
+            "short_ppl": short,
             "retrieval": {when: judged["retrieval"] for when, judged in found.items()}
             if self.keys
             else None,
@@ -151,10 +161,17 @@ class Extend:
             "heldout_kl": kls,
             "curve": curve,
             "kept": True,
-            "notes": []
-            if changed or not self.steps
-            else ["no fine-tuning step lowered the loss at the new length; scaled only"],
+            "notes": self._notes(bool(changed), short["after"] / short["before"] - 1),
         }
+
+    def _notes(self, tuned: bool, rise: float) -> list[str]:
+        """What a reader should know. rise: of the perplexity in windows of the old length."""
+        notes = []
+        if self.steps and not tuned:
+            notes.append("no fine-tuning step lowered the loss; scaled only")
+        if rise > SHORT_RISE:
+            notes.append(f"the perplexity in windows of the old length rose by {rise:.1%}")
+        return notes
 
     def _texts(self, run: Run, window: int, longer: int) -> tuple[LengthJudge, list[str]]:
         """What to judge by, of held-out text, and the documents to learn from."""
@@ -185,9 +202,9 @@ class Extend:
         self, run: Run, source: Path, parsed: PretrainedConfig, judge: LengthJudge, texts: list[str]
     ) -> dict[str, float]:
         """The perplexity of one long window of training text, by stretch."""
-        ids = sliding_windows(
-            "\n\n".join(texts), judge.tokenizer, 1, judge.ids.shape[1], run.config.data.source
-        )
+        longer = judge.ids.shape[1]
+        start = "\n\n".join(texts)[: CHARACTERS * longer]
+        ids = sliding_windows(start, judge.tokenizer, 1, longer, run.config.data.source)
 
         def tried(stretch: float) -> PreTrainedModel:
             scale(source, run.work / "tried", parsed, self.method, self.factor, stretch)

@@ -27,7 +27,6 @@ LONGER = (
     "extend.method=yarn",
     "extend.search=true",
     "extend.steps=12",
-    "extend.length=160",
     "extend.passkey=0.25",
     "extend.keys=1",
     "extend.depths=2",
