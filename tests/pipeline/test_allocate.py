@@ -162,6 +162,11 @@ def test_what_no_kernel_serves_is_no_choice(small: Small, choice: str) -> None:
         small("budget=5", f"allocate.choices=[W8A16,{choice}]")
 
 
+def test_an_unknown_rounding_is_refused(small: Small) -> None:
+    with pytest.raises(ConfigError, match=r"allocate\.rounding is 'best'; wanted one of nearest"):
+        small("budget=5", "allocate.rounding=best")
+
+
 def test_float16_is_guarded_format_by_format(
     small: Small, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from compress.algorithms.blockwise import clip_of
 from compress.algorithms.gptq import factor, gptq
 from compress.algorithms.rtn import rtn
 from compress.clock import Clock
-from compress.collector import load_block_statistics
+from compress.collector import Collector, load_block_statistics, picked_rows
 from compress.errors import UserError
 from compress.gradients import Windows
 from compress.model import BlockModel
@@ -224,6 +225,33 @@ def test_stopped_at_any_block_it_goes_on_and_ends_with_the_same_figures(
     monkeypatch.setattr(BlockModel, "block", noting)
     assert of(folder, tmp_path / "work", rounding="gptq").measure() == wanted
     assert entered == there_back_and_there
+
+
+def test_smoothing_lessens_what_int8_costs(tmp_path: Path) -> None:
+    """One channel a hundred times as large as the rest, before the weights that undo it."""
+    whole = random_model(family_config("llama"))
+    with torch.no_grad():
+        for block in whole.model.layers:
+            block.post_attention_layernorm.weight[3] *= 100
+            for name in MLP:
+                block.get_submodule(name).weight[:, 3] /= 100
+    folder = tmp_path / "model"
+    save(whole, folder)
+    for index, block in enumerate(whole.model.layers):
+        prefix = f"model.layers.{index}."
+        linears = {f"{prefix}{n}": m for n, m in block.named_modules() if isinstance(m, nn.Linear)}
+        with Collector(linears, picked_rows(MASK, 32)) as collector, torch.no_grad():
+            collector.start(0, MASK)
+            whole(IDS, attention_mask=MASK)
+        save_file(collector.tensors(), folder / f"block_{index:03d}.safetensors")
+    variants = [[Variant(MLP, QuantSpec(8, activation_bits=8))]] * 2
+    costs = {}
+    for smooth in (False, True):
+        (tmp_path / str(smooth)).mkdir()
+        asked = of(folder, tmp_path / str(smooth))
+        costs[smooth] = replace(asked, variants=variants, smooth=smooth).measure()
+    for plain, smoothed in zip(costs[False], costs[True], strict=True):
+        assert smoothed[0] < plain[0] / 10
 
 
 def test_a_hessian_that_cannot_be_factored_is_said(
