@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from compress import checkpoint, data, heldout, labels, student
 from compress.artifact import Artifact
-from compress.errors import ConfigError
+from compress.errors import ConfigError, UserError
 from compress.labels import Labels, Teacher
 from compress.log import logger
 from compress.model import storage_dtype
-from compress.source import Model, describe, locate
+from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
 from compress.student import LOSSES, Objective
@@ -207,7 +207,12 @@ class Distill:
             own = AutoConfig.from_pretrained(dense, trust_remote_code=trust).get_text_config()
             folder, vocabulary = dense, own.vocab_size
         else:
-            folder = locate(Model(path=self.teacher))
+            folder = Path(self.teacher).expanduser()
+            if not (folder / "config.json").is_file():
+                raise UserError(
+                    f"distill.teacher={self.teacher}: no config.json there; wanted the folder of a "
+                    "model, or null for the original"
+                )
             vocabulary = labels.shared_vocabulary(folder, dense, trust)
         dtype = getattr(torch, self.precision)
         stages = run.work.parent.parent
