@@ -10,6 +10,7 @@ through compress.kernels.dense.
 import time
 from collections.abc import Callable, Iterator
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,8 @@ LEAST_CAPACITY = 256
 """Tokens in the smallest cache of fixed size. Others hold twice as many, and so on: each size is
 compiled for."""
 
-Step = Callable[[Tensor, Tensor, Cache], Tensor]
-"""Ids [1, T] and their positions [1, T] to the next id [1, 1]; the cache takes up the T tokens."""
+Step = Callable[[Tensor, Cache], Tensor]
+"""Ids [1, T] to the next id [1, 1]; the cache takes up the T tokens."""
 
 
 class Decoder:
@@ -69,9 +70,9 @@ class Decoder:
         start = time.perf_counter()
         first = torch.zeros((1, 1), dtype=torch.long)
         cache = cache_for(self.model, self.kv_cache)
-        self._step(first, first, cache)
+        self._step(first, cache)
         try:
-            self._compiled(first, first + 1, _of_fixed_size(cache, self.model, size))
+            self._compiled(first, _of_fixed_size(cache, self.model, size))
         except RuntimeError as error:  # of dynamo, inductor and the compiler
             _say_not_compiled(next(iter(str(error).strip().splitlines()), repr(error)))
             self._compiled = None
@@ -86,27 +87,26 @@ class Decoder:
         """The `most` likeliest tokens after `prompt` [1, T], ids [1, 1], each once it is known."""
         length = prompt.shape[1]
         self.prepare(length + most)
-        device = self.model.device
         cache = cache_for(self.model, self.kv_cache)
-        token = self._step(prompt.to(device), torch.arange(length, device=device)[None], cache)
+        token = self._step(prompt.to(self.model.device), cache)
         yield token
         step: Step = self._step
         if self._compiled is not None:
             step = self._compiled
             cache = _of_fixed_size(cache, self.model, capacity(length + most))
-        for at in range(length, length + most - 1):
-            token = step(token, torch.tensor([[at]], device=device), cache)
+        for _ in range(most - 1):
+            token = step(token, cache)
             yield token
 
-    def _step(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        logits = self.model(
-            input_ids=ids, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1
-        ).logits
+    def _step(self, ids: Tensor, cache: Cache) -> Tensor:
+        logits = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].float().argmax(-1, keepdim=True)
 
 
 def _compile(step: Step) -> Step:
-    return torch.compile(step, fullgraph=True, dynamic=False)
+    # Rounding to bf16 wherever the modules do, so that the tokens are theirs.
+    options: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+    return torch.compile(step, fullgraph=True, dynamic=False, options=options)
 
 
 def capacity(length: int) -> int:
