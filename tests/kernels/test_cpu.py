@@ -139,6 +139,21 @@ def test_a_token_has_the_same_bits_in_any_batch_of_few(spec: QuantSpec) -> None:
     assert all(torch.equal(linear(x[i : i + 1])[0], together[i]) for i in range(len(x)))
 
 
+def test_the_number_of_threads_does_not_change_a_bit() -> None:
+    weight = torch.randn(3000, 576, dtype=torch.bfloat16)
+    if not dense.takes(weight):
+        pytest.skip("no C++ compiler here")
+    x = torch.randn(2, 576, dtype=torch.bfloat16)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(dense.linear(x, weight, None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
 def test_the_dequantized_weight_is_that_of_the_reference() -> None:
     if not build.available():
         pytest.skip("no C++ compiler here")
