@@ -199,8 +199,8 @@ def table(report: dict[str, Any]) -> str:
         f"{report['depths']} depths. {report['hardware']['cpu']}, {report['date']}.",
         "",
         "| window | method | fine-tune | perplexity | its last eighth | in old windows | "
-        "a number found, old length | new length | one of several, old | new | seconds |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "a number found, old length | new length | one of several, old | new |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for factor, methods in report["results"].items():
         longer = round(report["window"] * float(factor))
@@ -215,7 +215,6 @@ def table(report: dict[str, Any]) -> str:
                 "yes" if state == "tuned" else "",
                 *(f"{x:.2f}" for x in (ppl["long"], ppl["by_position"][-1], ppl["short"])),
                 *found_at(judged["retrieval"], (report["window"], longer)),
-                f"{methods[name]['training']['seconds']:.0f}" if state == "tuned" else "",
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
