@@ -74,7 +74,8 @@ class Decoder:
         try:
             self._compiled(first, _of_fixed_size(cache, self.model, size))
         except RuntimeError as error:  # of dynamo, inductor and the compiler
-            _say_not_compiled(next(iter(str(error).strip().splitlines()), repr(error)))
+            # The first line alone may only name the backend.
+            _say_not_compiled(" ".join(str(error).split("\n")[:2]))
             self._compiled = None
             return 0.0
         self._compiled_for.add(size)

@@ -85,6 +85,7 @@ def test_in_a_cache_of_fixed_size_as_in_one_that_grows(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 def test_compiled_as_not_compiled(stories260k: Path) -> None:
     model = load(stories260k, dtype=torch.float32)
     decoder = Decoder(model, compile="auto")
@@ -116,14 +117,14 @@ def test_a_compiler_that_fails_leaves_the_modules_as_they_are(
     monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
-        raise RuntimeError("no space left\nand a page of more")
+        raise RuntimeError("inductor raised:\nno space left\nand a page of more")
 
     monkeypatch.setattr(decode, "_compile", lambda step: broken)
     monkeypatch.setattr(decode, "_why_not", lambda *_: None)
     decoder = Decoder(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), compile="auto")
     assert len(written(decoder)) == 24
     assert not decoder.compiled
-    assert told.messages[-1].endswith("is not compiled: no space left")
+    assert told.messages[-1].endswith("is not compiled: inductor raised: no space left")
 
 
 def test_sizes_of_caches_are_few() -> None:
