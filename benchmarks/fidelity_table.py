@@ -67,10 +67,11 @@ def beside(result: Result, other: Result) -> str:
     return f"{difference:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
-def best_peer(report: Result) -> Result | None:
-    """The peers' checkpoint of the least KL."""
-    peers = [r for name, r in report["results"].items() if "kl" in r and not is_ours(name)]
-    return min(peers, key=lambda r: mean(r["kl"]), default=None)
+def best(report: Result, *, ours: bool) -> Result | None:
+    """The checkpoint of the least KL, of ours or of the peers'."""
+    results = report["results"].items()
+    found = [r for name, r in results if "kl" in r and is_ours(name) == ours]
+    return min(found, key=lambda r: mean(r["kl"]), default=None)
 
 
 def is_ours(name: str) -> bool:
@@ -97,12 +98,17 @@ def table(report: Result) -> str:
     ]
     for result in report["results"].values():
         lines.append(line(result["label"], result, original))
-    peer, ours = best_peer(report), report["results"].get(OURS)
+    peer, ours = (best(report, ours=side) for side in (False, True))
     if peer is not None and ours is not None:
-        ratio = mean(ours["kl"]) / mean(peer["kl"])
-        comes_to = f"Ours has {ratio:.2f} of the KL of the best peer here ({peer['label']})"
+        ratios = [
+            f"{result['label']} {mean(result['kl']) / mean(peer['kl']):.2f}"
+            for name, result in report["results"].items()
+            if is_ours(name) and "kl" in result
+        ]
+        comes_to = f"Of the KL of the best peer here ({peer['label']}): {', '.join(ratios)}"
         if "correct" in ours:
-            comes_to += f"; its average over the tasks lies {beside(ours, peer)} from that peer's"
+            difference = beside(ours, peer)
+            comes_to += f"; average over the tasks, {ours['label']} less that peer: {difference}"
         lines += ["", f"{comes_to}."]
     return "\n".join(lines)
 

@@ -177,8 +177,8 @@ def test_a_table_holds_what_was_measured_and_ours_beside_the_best_peer():
     assert lines["rounding"].endswith("] | 2.5 | 4.25 | 12 | 1.5 |")
     assert "does not run: `RuntimeError: no accelerator`" in lines["AWQ"]
     assert len({line.count("|") for line in lines.values()}) == 1
-    assert "Ours has 0.75 of the KL of the best peer here (GPTQ)" in text
-    assert "lies +25.0 [" in text
+    assert "Of the KL of the best peer here (GPTQ): our rounding 0.50, ours 0.75; average" in text
+    assert "over the tasks, our rounding less that peer: +25.0 [" in text
 
 
 def test_tables_replace_those_that_were_there(tmp_path):
