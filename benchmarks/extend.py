@@ -195,7 +195,7 @@ def table(report: dict[str, Any]) -> str:
         f"{report['model']}, trained window {report['window']}; `{report['text']}`, "
         f"{report['windows']} windows; fine-tune of {report['steps']} steps of {report['batch']} × "
         f"{trained} tokens at {report['rate']:g}, a number hidden in "
-        f"{report['passkey']:.0%} of the windows; {report['keys']} numbers at each of "
+        f"{report['passkey']:.0%} of the windows; numbers to find: {report['keys']} at each of "
         f"{report['depths']} depths. {report['hardware']['cpu']}, {report['date']}.",
         "",
         "| window | method | fine-tune | perplexity | its last eighth | in old windows | "
@@ -222,7 +222,7 @@ def table(report: dict[str, Any]) -> str:
 
 def slowed(stretch: float) -> str:
     """Words for frequencies that a search slowed by another factor than the window's."""
-    return "" if stretch == 1 else f", slowed by {stretch:g} times that"
+    return "" if stretch == 1 else f", slowed by {stretch:g} × the factor"
 
 
 def found_at(retrieval: dict[str, Any] | None, lengths: tuple[int, int]) -> list[str]:
