@@ -85,11 +85,12 @@ def test_figures_that_are_not_finite_are_told(run: SimpleNamespace) -> None:
     assert "fidelity.ppl.after" in short(found)
 
 
-def test_stage_writes_three_files(run: SimpleNamespace, tmp_path: Path) -> None:
+def test_stage_writes_the_report_and_the_card(run: SimpleNamespace, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     metrics = Report().run(run, out)
     assert sorted(f.name for f in out.iterdir()) == [
+        "card.md",
         "report.html",
         "report.json",
         "report.md",
@@ -99,4 +100,5 @@ def test_stage_writes_three_files(run: SimpleNamespace, tmp_path: Path) -> None:
     assert found == json.loads(json.dumps(figures(run)))
     assert (out / "report.html").read_text(encoding="utf-8") == page(found)
     assert (out / "report.md").read_text(encoding="utf-8") == short(found)
+    assert (out / "card.md").read_text(encoding="utf-8").startswith("---\n")
     assert metrics == {"headline": found["verdict"]["headline"]}
