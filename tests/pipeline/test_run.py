@@ -144,15 +144,18 @@ def test_a_second_run_in_the_same_folder_is_turned_away(small: Small) -> None:
         pipeline.run(config)
 
 
-@pytest.mark.parametrize("quantize", ["w8a16", "w4a16", "w4a16_channel"])
+@pytest.mark.parametrize("quantize", ["w8a16", "w4a16", "w4a16_channel", "w4a16_learned"])
 def test_other_schemes_go_the_whole_way_to_a_checkpoint(small: Small, quantize: str) -> None:
     config = small(
         f"quantize={quantize}",
         "extend=off",
         "extend.steps=0",
+        "quantize.steps=2",
         "stages=[plan,calibrate,quantize,extend,export]",
         out=quantize,
     )
+    learned = quantize.endswith("learned")
+    assert (config.quantize.rounding == "learned") == learned == bool(config.calibrate.written)
     out = pipeline.run(config)
     folder = out / "checkpoint"
     tensors = load_file(folder / "model.safetensors")
