@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from compress import engines, source
 from compress.artifact import fingerprint, write_json, write_text
 from compress.checkpoint import read_quantization_config
-from compress.data import Data, split, windows
+from compress.data import Data, leading_ids, split, windows
 from compress.engines import Preflight
 from compress.eval import fidelity
 from compress.model import linear_shapes, skeleton
@@ -125,7 +125,7 @@ def calibration_text(tokenizer: PreTrainedTokenizerBase, text: str, ids: Tensor)
     Our pipeline draws its windows from a file at random: from this one, just these.
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    body = ids.shape[1] - int(fidelity.adds_bos(tokenizer))
+    body = ids.shape[1] - len(leading_ids(tokenizer))
     end = encoded["offset_mapping"][len(ids) * body - 1][1]
     rest = re.search(r"\s|$", text[end:])
     return text[: end + rest.start()] if rest else text

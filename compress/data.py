@@ -89,8 +89,8 @@ class Windows:
 
     ids: Tensor
     mask: Tensor
-    template_tokens: int
-    description: str
+    template_tokens: int = 0
+    description: str = ""
     available: int = 0
     short: int = 0
     cut: int = 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from compress.data import Windows
 from compress.hidden import HiddenStates, together
 from compress.log import progress
 from compress.model import BlockModel
@@ -19,19 +20,6 @@ from compress.model import BlockModel
 LOGITS = 1 << 26
 """Logits that are drawn from at a time: 268 MB in float32, of which a few copies are held. The head
 is read from disk once for each such part."""
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Token ids and mask [n, T], padded on the right."""
-
-    ids: Tensor
-    mask: Tensor
-
-    @property
-    def tokens(self) -> int:
-        """How many are no padding."""
-        return int(self.mask.sum())
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.algorithms.rope import skipping
+from compress.data import leading_ids
 from compress.errors import UserError
-from compress.eval.length import leading
 from compress.eval.length_needles import TAUGHT, hide
 from compress.long_window import losses
 from compress.trainable import ROTATED, norms_and
@@ -83,7 +83,7 @@ def _pieces(
     docs: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, wanted: int
 ) -> tuple[list[Piece], list[int]]:
     """At least `wanted` tokens as pieces, from the longest documents; their tokens in a row too."""
-    start = leading(tokenizer)
+    start = leading_ids(tokenizer)
     body = length - len(start)
     pieces: list[Piece] = []
     row: list[int] = []

@@ -68,7 +68,7 @@ def raise_limit(folder: Path, window: int) -> None:
     """Let the tokenizer's own limit be no lower: vLLM takes the lower of the two windows."""
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if settings.get("model_max_length", window) < window:
+    if (settings.get("model_max_length") or window) < window:
         write_json(file, {**settings, "model_max_length": window})
 
 

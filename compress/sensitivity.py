@@ -30,8 +30,9 @@ from compress.algorithms.rtn import rtn
 from compress.artifact import write_json
 from compress.clock import Clock
 from compress.collector import load_block_statistics
+from compress.data import Windows
 from compress.errors import UserError
-from compress.gradients import Gradients, Passage, Windows, blocks
+from compress.gradients import Gradients, Passage, blocks
 from compress.hidden import FLOAT32, HiddenStates
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from compress.eval.fidelity import adds_bos
+from compress.data import leading_ids
 from compress.eval.layers import Blocks
 
 PROBES = (
@@ -57,7 +57,7 @@ def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint
     return Fingerprint(
         tokenizer.get_vocab(),
         tuple(tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in PROBES),
-        adds_bos(tokenizer),
+        bool(leading_ids(tokenizer)),
         tokenizer.chat_template,
         _given(rope),
     )

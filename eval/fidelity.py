@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.data import leading_ids
 from compress.errors import UserError
 from compress.log import progress
 from compress.runtime.cache import all_logits
@@ -86,12 +87,6 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts a beginning-of-sequence token in front of text by itself."""
-    ids = tokenizer("a").input_ids
-    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
-
-
 def windows(text: str, tokenizer: PreTrainedTokenizerBase, count: int, length: int) -> Tensor:
     """The first `count` windows of `length` tokens of `text`, tokenized as one string: [n, T].
 
@@ -100,7 +95,7 @@ def windows(text: str, tokenizer: PreTrainedTokenizerBase, count: int, length: i
     of text. A text too short gives fewer windows, or one shorter one; under 64 tokens, UserError.
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    start = leading_ids(tokenizer)
     size = min(length, len(ids) + len(start)) - len(start)
     if size + len(start) < LEAST_WINDOW:
         raise UserError(

@@ -21,9 +21,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from compress.data import leading_ids
 from compress.errors import UserError
 from compress.eval import rules
-from compress.eval.fidelity import adds_bos
 from compress.eval.tasks import Task
 
 PLACE = re.compile(r"\{(\w+)\}")
@@ -230,4 +230,4 @@ def as_asked(task: Task, item: Item, tokenizer: PreTrainedTokenizerBase) -> str:
             enable_thinking=False,  # read by Qwen 3's template alone: no room to think in here
         )
     # A model cannot start from no token at all.
-    return item.prompt or ("" if adds_bos(tokenizer) else tokenizer.eos_token)
+    return item.prompt or ("" if leading_ids(tokenizer) else tokenizer.eos_token)

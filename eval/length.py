@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.data import leading_ids
 from compress.errors import UserError
-from compress.eval.fidelity import adds_bos
 from compress.long_window import losses
 
 PARTS = 8
@@ -30,11 +30,6 @@ class Reading:
     short: float
 
 
-def leading(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """BOS, where the tokenizer itself puts it in front of a text."""
-    return [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
-
-
 def sliding_windows(
     text: str, tokenizer: PreTrainedTokenizerBase, count: int, length: int, description: str
 ) -> Tensor:
@@ -43,14 +38,14 @@ def sliding_windows(
 
     Raises UserError where it is shorter than one.
     """
-    start = leading(tokenizer)
+    start = leading_ids(tokenizer)
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     body = length - len(start)
     room = len(ids) - body
     if room < 0:
         raise UserError(
-            f"{description}: {len(ids)} tokens; wanted at least one window of {length} to measure "
-            "on: give longer text by data.heldout=..., or a smaller extend.factor"
+            f"{description}: {len(ids)} tokens; wanted at least one window of {length}: give "
+            "longer text by data.path or data.heldout, or a smaller extend.factor"
         )
     count = min(count, room + 1)
     firsts = [room * i // max(1, count - 1) for i in range(count)]

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.eval.length import leading, read, sliding_windows
+from compress.data import leading_ids
+from compress.eval.length import read, sliding_windows
 from compress.eval.length_needles import retrieve
 
 
@@ -30,7 +31,7 @@ class LengthJudge:
 
     def perplexities(self, model: PreTrainedModel) -> dict[str, Any]:
         """`eval.length.Reading` as plain data."""
-        return asdict(read(model, self.ids, self.window, leading(self.tokenizer)))
+        return asdict(read(model, self.ids, self.window, leading_ids(self.tokenizer)))
 
     def judge(self, model: PreTrainedModel) -> dict[str, Any]:
         """`ppl`, as above, and `retrieval`, as from `eval.length_needles.retrieve`, or None."""

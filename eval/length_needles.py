@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.eval.length import leading
+from compress.data import leading_ids
 from compress.eval.likelihood import encode
 from compress.long_window import before_head, logits
 
@@ -80,7 +80,7 @@ def hide(
     things = draw.sample(wording.things, len(depths))
     keys = [str(draw.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in depths]
     asked = draw.sample(range(len(depths)), len(depths))
-    opening = leading(tokenizer) + _ids(tokenizer, wording.opening)
+    opening = leading_ids(tokenizer) + _ids(tokenizer, wording.opening)
     needles = [
         _ids(tokenizer, wording.needle.format(thing=thing, key=key))
         for thing, key in zip(things, keys, strict=True)
@@ -111,7 +111,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _question(tokenizer: PreTrainedTokenizerBase, question: str, key: str) -> tuple[list[int], int]:
     """The tokens of question and answer without BOS, and where the answer begins."""
     ids, start = encode(question, f" {key}", tokenizer)
-    bos = len(leading(tokenizer))
+    bos = len(leading_ids(tokenizer))
     return ids[bos:], start - bos
 
 

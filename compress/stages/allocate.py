@@ -16,9 +16,9 @@ from compress.allocation import figures
 from compress.artifact import fingerprint, write_json
 from compress.choices import Group, Offer, scheme_name
 from compress.clock import Clock
+from compress.data import Windows
 from compress.engines import GROUP_SIZES
 from compress.errors import ConfigError, UserError
-from compress.gradients import Windows
 from compress.log import logger
 from compress.model import BlockModel, storage_dtype
 from compress.qtensor import QuantSpec, parse_scheme
@@ -177,6 +177,7 @@ class Allocate:
             "version": self.version,
             "calibrate": run.manifests["calibrate"]["fingerprint"],
             "device": run.config.device,
+            "seed": run.config.seed,
             "allocate": asdict(self),
             "variants": [[asdict(variant) for variant in block] for block in variants],
         }

@@ -107,7 +107,7 @@ class Calibrate:
                 windows,
                 self.written,
                 leading=leading,
-                seed=config.seed,
+                seed=config.data.seed,
                 work=run.work,
                 device=config.device,
                 trust_remote_code=config.model.trust_remote_code,

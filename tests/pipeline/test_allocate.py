@@ -235,8 +235,9 @@ def test_a_changed_budget_is_refused_by_name_then_rebuilt(calibrated: Small) -> 
     assert "sensitivities were measured before" in (out / "log.txt").read_text()
     said = (out / "log.txt").read_text().count("sensitivities were measured before")
     settings = ("stages=[calibrate,quantize]", "budget=6")
-    pipeline.run(calibrated(*WHOLE, *settings, "force=[calibrate]"))
-    assert (out / "log.txt").read_text().count("sensitivities were measured before") == said
+    for other in (("force=[calibrate]",), ("seed=1", "force=[allocate]")):
+        pipeline.run(calibrated(*WHOLE, *settings, *other))
+        assert (out / "log.txt").read_text().count("sensitivities were measured before") == said
 
 
 def killed(config: Config, after: int) -> None:

@@ -201,6 +201,7 @@ def _latency(ttft: float, tpot: float, rss: int) -> dict[str, Any]:
         "prompt_tokens": 128,
         "new_tokens": 64,
         "requests": 16,
+        "compiled": tpot < 15,
     }
 
 

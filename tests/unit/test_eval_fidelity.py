@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from compress.data import leading_ids
 from compress.errors import UserError
 from compress.eval.fidelity import (
     CHOICES,
     CHUNK,
     WORST,
-    adds_bos,
     compare,
     compare_to,
     kl_floor,
@@ -155,7 +155,7 @@ def test_windows_follow_each_other_without_overlap():
 
 def test_windows_start_with_bos_where_the_tokenizer_adds_it():
     plain, starting = bytes_tokenizer(bos=False), bytes_tokenizer(bos=True)
-    assert (adds_bos(plain), adds_bos(starting)) == (False, True)
+    assert (leading_ids(plain), leading_ids(starting)) == ([], [starting.bos_token_id])
     found = windows("a" * 300, starting, 2, 100)
     assert found.shape == (2, 100)
     assert (found[:, 0] == 256).all()

@@ -1,5 +1,8 @@
 """A long window: its losses a part at a time, over jumps of positions, and by position."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from compress import long_window
 from compress.eval.length import PARTS, read
 from compress.long_window import before_head, losses
+from compress.scaling import raise_limit
 
 
 def small(kind: str) -> PreTrainedModel:
@@ -91,3 +95,13 @@ def test_the_same_tokens_are_read_whole_by_position_and_in_short_windows() -> No
     assert found.short == pytest.approx(float(short.mean().exp()), rel=1e-4)
     by_position = each.mean(0).reshape(PARTS, 10).mean(1).exp()
     torch.testing.assert_close(torch.tensor(found.by_position), by_position)
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [(512, 1024), (4096, 4096), (None, None)])
+def test_a_tokenizer_s_own_limit_is_raised_where_it_is_lower(
+    tmp_path: Path, limit: int | None, wanted: int | None
+) -> None:
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({"model_max_length": limit}))
+    raise_limit(tmp_path, 1024)
+    assert json.loads(file.read_text())["model_max_length"] == wanted

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compress import long_training
+from compress.data import leading_ids
 from compress.errors import UserError
 from compress.eval import length, length_needles
 from compress.eval.length_needles import ASKED, TAUGHT, find, hide, retrieve
@@ -117,7 +118,7 @@ def test_retrieval_by_depth_and_length_of_a_real_model(
 def test_windows_lie_all_over_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
     text = "\n\n".join(f"paragraph {i} of many" for i in range(60))
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    start = length.leading(tokenizer)
+    start = leading_ids(tokenizer)
     found = length.sliding_windows(text, tokenizer, 3, 200, "words")
     assert found.shape == (3, 200)
     assert found[0].tolist() == start + ids[: 200 - len(start)]

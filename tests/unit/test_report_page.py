@@ -73,7 +73,8 @@ def test_page_shows_the_figures(run: SimpleNamespace) -> None:
         "from an earlier run",
         "24,576 tokens",
         "yarn",
-        "2 threads, one request at a time, the two models by turns",
+        "2 threads, one request at a time, the two models by turns. The step of decoding: as its "
+        "modules are for the original, compiled for the compressed model.",
         "0.000310, over 6 layers that stand for all 48",
         "Paris &lt;i&gt;of course&lt;/i&gt;",
     ):

@@ -19,8 +19,8 @@ from compress.algorithms.gptq import factor, gptq
 from compress.algorithms.rtn import rtn
 from compress.clock import Clock
 from compress.collector import Collector, load_block_statistics, picked_rows
+from compress.data import Windows
 from compress.errors import UserError
-from compress.gradients import Windows
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
 from compress.sensitivity import Sensitivity, Variant
