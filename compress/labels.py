@@ -30,7 +30,10 @@ from compress.data import Windows
 from compress.errors import UserError
 from compress.log import logger, progress
 from compress.model import BlockModel, linear_shapes
+from compress.runtime.loader import first_line
 
+VERSION = 1
+"""Raised whenever the same settings would give other labels: old ones are then made again."""
 CHUNK = 16
 """Windows for which the teacher's blocks are read once, and what a killed process loses at most."""
 TOGETHER = 2  # windows that go through a block together
@@ -119,6 +122,7 @@ def make(place: Artifact, teacher: Teacher, windows: Windows) -> Labels:
 def _key(teacher: Teacher, windows: Windows) -> dict[str, Any]:
     text = hashlib.sha256(windows.ids.numpy().tobytes() + windows.mask.numpy().tobytes())
     return {
+        "version": VERSION,
         "teacher": source.fingerprint(teacher.folder),
         "vocabulary": teacher.vocabulary,
         "top_k": teacher.k,
@@ -204,12 +208,19 @@ def linear_weights(folder: Path, trust_remote_code: bool) -> int:
 
 def shared_vocabulary(teacher: Path, student: Path, trust_remote_code: bool) -> int:
     """How many token ids the two models share: all that their tokenizer knows, without the rows by
-    which an output layer is padded. Raises UserError where their tokenizers differ.
+    which an output layer is padded. Raises UserError where their tokenizers differ, or the
+    teacher's cannot be read.
     """
-    one, other = (
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code).get_vocab()
-        for folder in (teacher, student)
-    )
+    try:
+        one, other = (
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code).get_vocab()
+            for folder in (teacher, student)
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"distill.teacher={teacher}: no tokenizer that loads ({first_line(error)}); copy the "
+            "files of the model's own there, if they are the same"
+        ) from error
     if one != other:
         tokens = sorted(one.keys() | other.keys(), key=lambda t: one.get(t, len(one)))
         token = next(t for t in tokens if one.get(t) != other.get(t))

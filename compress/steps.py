@@ -45,6 +45,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
         source.read_config(path, config.model.trust_remote_code)
     content = source.fingerprint(path) if path else source.TINY
     text = Path(config.score.text or "").expanduser()
+    teacher = config.distill.teacher_folder() if "distill" in config.stages else None
     shared = {
         "model": _by_content(config.section("model"), content),
         "data": _by_content(config.section("data"), data.fingerprint(config.data)),
@@ -53,6 +54,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
             for task in named(config.score.tasks)
             if task not in TASKS
         },
+        "teacher": source.fingerprint(teacher) if teacher else None,
         "score_text": source.fingerprint(text) if text.is_file() else None,
         "scheme": {
             "spec": config.quantize.spec.scheme,

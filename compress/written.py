@@ -57,18 +57,18 @@ def write(
 
 def _prompts(windows: Windows, count: int, leading: list[int], seed: int) -> Tensor:
     """[count, PROMPT]: `leading`, and tokens from anywhere in the windows, but not padding."""
-    body = PROMPT - len(leading)
-    rows = (windows.mask.sum(1) >= body).nonzero().flatten()
+    rows = (windows.mask.sum(1) >= PROMPT).nonzero().flatten()
     if len(rows) == 0:
         raise UserError(
-            f"{windows.description}: no window of {body} tokens to begin a text with; "
+            f"{windows.description}: no window of {PROMPT} tokens to begin a text with; "
             "wanted one at least for calibrate.written: give longer text, or calibrate.written=0"
         )
     generator = torch.Generator().manual_seed(seed)
     chosen = rows[torch.randint(len(rows), (count,), generator=generator)]
-    latest = windows.mask[chosen].sum(1) - body
-    first = (torch.rand(count, generator=generator) * (latest + 1)).long()
-    places = first.unsqueeze(1) + torch.arange(body)
+    room = windows.mask[chosen].sum(1) - PROMPT
+    first = (torch.rand(count, generator=generator) * (room + 1)).long()
+    # A window has its own BOS: what comes after `leading` begins behind that.
+    places = first.unsqueeze(1) + torch.arange(len(leading), PROMPT)
     begun = windows.ids[chosen].gather(1, places)
     return torch.cat([torch.tensor(leading, dtype=torch.int64).expand(count, -1), begun], 1)
 

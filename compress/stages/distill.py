@@ -71,7 +71,7 @@ class Distill:
     version: ClassVar[int] = 3
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics", "quantized")
     gives: ClassVar[str | None] = "quantized"
-    shares: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "device")
+    shares: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "device", "teacher")
 
     samples: int = 32
     length: int = 512
@@ -117,6 +117,18 @@ class Distill:
         if problems:
             raise ConfigError(problems)
 
+    def teacher_folder(self) -> Path | None:
+        """The folder of the other teacher, if any; raises UserError where no model is there."""
+        if self.teacher is None:
+            return None
+        folder = Path(self.teacher).expanduser()
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"distill.teacher={self.teacher}: no config.json there; wanted the folder of a "
+                "model, or null for the original"
+            )
+        return folder
+
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         config, source = run.config, run.artifacts["quantized"]
         made = self._labels(run)
@@ -124,13 +136,14 @@ class Distill:
         groups = self._groups(model)
         objective = Objective(self.loss, self.beta, self.temperature, self.hard)
         precision = getattr(torch, self.precision)
-        steps = self.epochs * (len(made) // self.batch)
+        batch = min(self.batch, len(made))
+        steps = self.epochs * (len(made) // batch)
         order = _order(len(made), self.epochs, config.seed)
 
         def loss_of(step: int) -> Tensor:
-            batch = made.batch(order[step * self.batch : (step + 1) * self.batch])
+            windows = made.batch(order[step * batch : (step + 1) * batch])
             return student.loss(
-                model, batch, objective, precision=precision, recompute=self.recompute
+                model, windows, objective, precision=precision, recompute=self.recompute
             )
 
         history = train(
@@ -154,7 +167,7 @@ class Distill:
             else f"  held-out KL {before:.4f} was not improved; handed on as it was"
         )
         done = history.curve[-1]["step"]
-        step_tokens = made.figures["tokens"] * self.batch // len(made)
+        step_tokens = made.figures["tokens"] * batch // len(made)
         weights = labels.linear_weights(run.artifacts["dense"], config.model.trust_remote_code)
         return {
             "labels": made.figures,
@@ -182,8 +195,10 @@ class Distill:
             groups.append((self.latent_rate, latents(model)))
         return groups
 
-    def _windows(self, run: Run) -> data.Windows:
-        """Text from the data of the run, and what the model wrote for calibrate."""
+    def _windows(self, run: Run, longest: int) -> data.Windows:
+        """Text from the data of the run, and what the model wrote for calibrate; windows have at
+        most `longest` tokens.
+        """
         settings = run.config.data
         rest, _, _ = data.split(settings)
         text = data.windows(
@@ -192,7 +207,7 @@ class Distill:
                 run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
             ),
             count=self.samples,
-            length=min(self.length, describe(run.artifacts["dense"])["max_position_embeddings"]),
+            length=min(self.length, longest),
             seed=run.config.seed + 1,
             description=settings.source,
         )
@@ -203,23 +218,15 @@ class Distill:
         """The teacher's labels, which stay beside the stages: other training settings read them."""
         config, dense = run.config, run.artifacts["dense"]
         trust = config.model.trust_remote_code
-        if self.teacher is None:
-            own = AutoConfig.from_pretrained(dense, trust_remote_code=trust).get_text_config()
-            folder, vocabulary = dense, own.vocab_size
-        else:
-            folder = Path(self.teacher).expanduser()
-            if not (folder / "config.json").is_file():
-                raise UserError(
-                    f"distill.teacher={self.teacher}: no config.json there; wanted the folder of a "
-                    "model, or null for the original"
-                )
-            vocabulary = labels.shared_vocabulary(folder, dense, trust)
+        own = AutoConfig.from_pretrained(dense, trust_remote_code=trust).get_text_config()
+        other = self.teacher_folder()
+        vocabulary = labels.shared_vocabulary(other, dense, trust) if other else own.vocab_size
         dtype = getattr(torch, self.precision)
         stages = run.work.parent.parent
         return labels.make(
             Artifact("labels", stages / "labels", stages),
-            Teacher(folder, vocabulary, self.top_k, dtype, config.device, trust),
-            self._windows(run),
+            Teacher(other or dense, vocabulary, self.top_k, dtype, config.device, trust),
+            self._windows(run, own.max_position_embeddings),
         )
 
 

@@ -1,14 +1,18 @@
 """Distillation through the pipeline: what learns, and labels that are made once."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from compress import pipeline
 from compress.config import Config
+from compress.errors import UserError
+from compress.steps import plan_steps
 from compress.tensors import TensorFiles
 
 Small = Callable[..., Config]
@@ -40,8 +44,25 @@ def test_integers_learn_and_other_settings_use_the_labels_again(small: Small) ->
     packed = [name for name in before if name.endswith("weight_packed")]
     assert any(not torch.equal(before[name], after[name]) for name in packed)
 
-    pipeline.run(small(*run, "distill.scale_rate=3e-3", "force=[distill]"))
+    pipeline.run(small(*run, "distill.scale_rate=3e-3", "distill.batch=99", "force=[distill]"))
+    assert metrics(out)["steps"] == 4  # of all 28 windows
     assert made(out) == labels
     after = TensorFiles(out / "stages" / "distill")
     assert all(torch.equal(before[name], after[name]) for name in packed)
     assert metrics(out)["kept"]
+
+
+def test_a_teacher_counts_by_what_it_holds_and_is_missed_before_anything_runs(
+    small: Small, tiny_model: Path, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tiny_model, teacher)
+    config = small("stages=[calibrate,quantize,distill]", f"distill.teacher={teacher}")
+    before = [step.key for step in plan_steps(config, tmp_path)]
+    (teacher / "config.json").write_text("{}")
+    after = [step.key for step in plan_steps(config, tmp_path)]
+    assert before[:2] == after[:2]
+    assert before[2] != after[2]
+    shutil.rmtree(teacher)
+    with pytest.raises(UserError, match=r"distill\.teacher=.*: no config\.json there"):
+        plan_steps(config, tmp_path)

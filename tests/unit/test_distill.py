@@ -1,7 +1,5 @@
 """What distill is told and refuses, and the text that it puts together."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -30,12 +28,9 @@ def test_rates_are_known_for_every_number_of_bits() -> None:
 
 
 def test_a_teacher_that_is_no_model_is_refused() -> None:
-    run = SimpleNamespace(
-        config=SimpleNamespace(model=SimpleNamespace(trust_remote_code=False)),
-        artifacts={"dense": None},
-    )
+    assert Distill().teacher_folder() is None
     with pytest.raises(UserError, match=r"^distill\.teacher=nowhere: no config\.json there"):
-        Distill(teacher="nowhere")._labels(run)  # type: ignore[arg-type]
+        Distill(teacher="nowhere").teacher_folder()
 
 
 def test_what_the_model_wrote_is_cut_into_windows_of_the_text_s_length() -> None:

@@ -131,6 +131,16 @@ def test_a_teacher_with_another_vocabulary_is_refused(
         shared_vocabulary(renamed(swapped), tiny_model, False)
 
 
+def test_a_teacher_without_a_tokenizer_is_refused(
+    tiny_model: Path, renamed: Callable[[Callable[[str], str]], Path]
+) -> None:
+    folder = renamed(lambda text: text)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"distill\.teacher=.*: no tokenizer that loads"):
+        shared_vocabulary(folder, tiny_model, False)
+
+
 def test_a_teacher_whose_output_is_padded_shares_what_the_tokenizer_knows(
     tiny_model: Path, renamed: Callable[[Callable[[str], str]], Path]
 ) -> None:

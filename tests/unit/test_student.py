@@ -64,6 +64,17 @@ def test_padding_changes_nothing(student: PreTrainedModel, batch: Batch) -> None
     assert torch.equal(loss(student, batch, objective), before)
 
 
+def test_parts_of_padding_alone_change_nothing(
+    student: PreTrainedModel, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_window, "CHUNK", 7)
+    batch.mask[0, 13:] = 0
+    batch.mask[1, 10:] = 0
+    objective = Objective("kl", temperature=1.5)
+    found = loss(student, batch, objective, recompute=True)
+    assert torch.allclose(found, loss(student, batch.part(slice(13)), objective), rtol=1e-5)
+
+
 def test_hard_labels_are_the_next_tokens_of_the_text(
     student: PreTrainedModel, batch: Batch
 ) -> None:

@@ -43,10 +43,12 @@ def test_every_place_of_a_window_may_begin_a_text() -> None:
     windows = windows_of([T, PROMPT + 1, PROMPT - 1])
     first = written._prompts(windows, 4000, [], 0)[:, 0] - 10
     assert set(first.tolist()) == {*range(T - PROMPT + 1), T, T + 1}
+    behind_bos = written._prompts(windows, 4000, [1], 0)[:, 1] - 10
+    assert set(behind_bos.tolist()) == {*range(1, T - PROMPT + 2), T + 1, T + 2}
 
 
 def test_no_window_is_long_enough() -> None:
-    with pytest.raises(UserError, match="some text: no window of 31 tokens"):
+    with pytest.raises(UserError, match="some text: no window of 32 tokens"):
         written._prompts(windows_of([30, 4]), 1, [1], 0)
 
 
