@@ -8,7 +8,7 @@ from torch import Tensor
 from compress.kernels import w8a8, wna16
 from compress.qtensor import QTensor
 
-# Output is rounded to bf16 (2^-9 of each value at most, about 0.0017 in norm), and the CPU's
+# Output is rounded to bf16 (2^-8 of each value at most, about 0.0017 in norm), and the CPU's
 # prefill path rounds the dequantized weight to bf16 too, about as much again. A scale that is off
 # by one row or a nibble in the wrong place gives errors near 1.
 MAX_RELATIVE_ERROR = 0.01

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from compress import engines
 from compress.errors import UserError
-from compress.kernels.wna16.cpu import int4_op_group
+from compress.kernels.native import build
+from compress.kernels.wna16.cpu import int4_op_group, native_takes
 from compress.planning.shape import Shape
 from compress.qtensor import QuantSpec
 from compress.sizes import shape_bytes, stored_bytes
@@ -61,7 +62,7 @@ class Weights:
     """A model's weights in one scheme.
 
     kind: of the linears that are quantized: `16`, W8A8, W8A16 or W4A16. parts: bytes by part; with
-    `copies` where our own runtime on CPU keeps a weight in another order too. widest: bytes that
+    `copies` for what our own runtime on CPU keeps beside the weights. widest: bytes that
     one token takes in the widest moment of a prefill. quantized: how many linears are, with their
     weights and bytes. plain_weights: of the linears in the blocks that stay in 16 bit.
     """
@@ -116,10 +117,12 @@ def weights_of(
 
 
 def _copy_bytes(size: tuple[int, int], spec: QuantSpec) -> int:
-    """What kernels/wna16/cpu.py and kernels/w8a8/cpu.py keep beside a weight [N, K]."""
+    """What kernels/wna16/cpu.py and kernels/w8a8/cpu.py keep beside a weight [N, K] here."""
     n, k = size
     if spec.activation_bits is not None:
-        return 4 * n  # scales in float32
+        return 8 * n  # scales in float32, sums of rows in int32
+    if native_takes(k, spec) and build.available():
+        return 4 * n * spec.groups(k)  # scales in float32
     if spec.bits == 8:
         return n * k + HALF * n if spec.group_size is None and k % 16 == 0 else 0
     group = int4_op_group(n, k, spec)

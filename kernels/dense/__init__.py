@@ -17,7 +17,8 @@ FEW_TOKENS = 2
 
 def takes(weight: Tensor) -> bool:
     """Whether `linear` is there for `weight`, which may take building it."""
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and build.available()
+    fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return fits and weight.is_contiguous() and build.available()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -45,11 +46,14 @@ def available() -> bool:
             f"g++, or name one in {COMPILER}"
         )
         return False
-    binary = binary_of(program)
-    if not binary.exists() and (problem := _build(program, binary)):
-        logger.info(f"  {program} does not build the CPU's kernels, torch's serve: {problem}")
+    try:
+        binary = binary_of(program)
+        if not binary.exists():
+            _build(program, binary)
+        torch.ops.load_library(binary)
+    except (OSError, RuntimeError) as error:  # no home, no room, a folder that runs nothing
+        logger.info(f"  {program} does not build the CPU's kernels, torch's serve: {error}")
         return False
-    torch.ops.load_library(binary)
     _register_fakes()
     return True
 
@@ -60,7 +64,10 @@ def compiler() -> str | None:
 
 
 def binary_of(program: str) -> Path:
-    """Where the kernels built by `program` for this machine lie."""
+    """Where the kernels built by `program` for this machine lie.
+
+    Raises OSError where `program` does not run, RuntimeError where there is no home folder.
+    """
     version = subprocess.run([program, "--version"], capture_output=True, check=False).stdout
     texts = [(HERE.parent / name).read_bytes() for name in TEXTS]
     parts = [*texts, version, " ".join(FLAGS).encode(), _cpu().encode(), torch.__version__.encode()]
@@ -78,26 +85,24 @@ def _cpu() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _build(program: str, binary: Path) -> str | None:
-    """Build `binary`; returns why that failed, or None."""
+def _build(program: str, binary: Path) -> None:
+    """Build `binary`, whole or not at all. Raises OSError or RuntimeError, one line that says why.
+
+    Processes that build at once, on whatever machine, each do so in a folder of their own.
+    """
     root = Path(torch.__file__).parent
-    aside = binary.with_suffix(f".{os.getpid()}")
-    command = [program, *FLAGS, str(HERE / "ops.cpp"), "-o", str(aside)]
-    command += [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
     start = time.perf_counter()
-    try:
-        binary.parent.mkdir(parents=True, exist_ok=True)
+    binary.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=binary.parent) as folder:
+        aside = Path(folder) / binary.name
+        command = [program, *FLAGS, str(HERE / "ops.cpp"), "-o", str(aside)]
+        command += [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            return next((line for line in lines if "error" in line), lines[0])
+            raise RuntimeError(next((line for line in lines if "error" in line), lines[0]))
         aside.replace(binary)
-    except OSError as error:
-        return str(error)
-    finally:
-        aside.unlink(missing_ok=True)
     logger.info(f"  built the CPU's kernels in {time.perf_counter() - start:.0f} s: {binary}")
-    return None
 
 
 def _register_fakes() -> None:

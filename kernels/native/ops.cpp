@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <vector>
@@ -17,6 +18,12 @@ using at::Tensor;
 using c10::BFloat16;
 using std::optional;
 
+// The products read memory by these sizes, row after row, and look at no stride.
+void expect(const char* name, const Tensor& operand, at::IntArrayRef sizes) {
+  TORCH_CHECK(operand.sizes() == sizes && operand.is_contiguous(), name, " is ", operand.sizes(),
+              " with strides ", operand.strides(), "; wanted contiguous ", sizes);
+}
+
 std::vector<float> floats(const Tensor& x) {
   const BFloat16* from = x.const_data_ptr<BFloat16>();
   return std::vector<float>(from, from + x.numel());
@@ -27,11 +34,19 @@ const uint8_t* as_bytes(const Tensor& words) {
 }
 
 compress::Grid grid_of(const Tensor& words, const Tensor& scales, int64_t bits) {
-  return {bits, scales.size(1), words.size(1) * 32 / bits / scales.size(1)};
+  TORCH_CHECK(bits == 4 || bits == 8, bits, " bits; wanted 4 or 8");
+  const int64_t n = words.size(0), count = words.size(1), groups = scales.size(1);
+  expect("words", words, {n, count});
+  expect("scales", scales, {n, groups});
+  TORCH_CHECK(groups > 0 && count % (4 * groups) == 0, count, " words in ", groups,
+              " groups; wanted whole vectors of 16 bytes in each");
+  return {bits, groups, count * 32 / bits / groups};
 }
 
 Tensor dense(const Tensor& x, const Tensor& weight) {
-  const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+  const int64_t m = x.size(0), n = weight.size(0), k = weight.size(1);
+  expect("x", x, {m, k});
+  expect("weight", weight, {n, k});
   Tensor y = at::empty({m, n}, x.options());
   compress::dense(floats(x).data(), weight.const_data_ptr<BFloat16>(), y.data_ptr<BFloat16>(), m, n,
                   k);
@@ -40,7 +55,11 @@ Tensor dense(const Tensor& x, const Tensor& weight) {
 
 template <typename T, typename Out>
 Tensor w8a8_as(const Tensor& x, const Tensor& weight, const Tensor& sums, const Tensor& scales) {
-  const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+  const int64_t m = x.size(0), n = weight.size(0), k = weight.size(1);
+  expect("x", x, {m, k});
+  expect("weight", weight, {n, k});
+  expect("sums", sums, {n});
+  expect("scales", scales, {n});
   Tensor y = at::empty({m, n}, x.options().dtype(c10::CppTypeToScalarType<Out>::value));
   compress::w8a8(x.const_data_ptr<T>(), weight.const_data_ptr<int8_t>(),
                  sums.const_data_ptr<int32_t>(), scales.const_data_ptr<float>(), y.data_ptr<Out>(),
@@ -59,18 +78,21 @@ Tensor w8a8(const Tensor& x, const Tensor& weight, const Tensor& sums, const Ten
 }
 
 Tensor wna16(const Tensor& x, const Tensor& words, const Tensor& scales, int64_t bits) {
+  const compress::Grid grid = grid_of(words, scales, bits);
   const int64_t m = x.size(0), n = words.size(0);
+  expect("x", x, {m, grid.groups * grid.group});
   Tensor y = at::empty({m, n}, x.options());
   compress::wna16(floats(x).data(), as_bytes(words), scales.const_data_ptr<float>(),
-                  y.data_ptr<BFloat16>(), m, n, grid_of(words, scales, bits));
+                  y.data_ptr<BFloat16>(), m, n, grid);
   return y;
 }
 
 Tensor dequantize(const Tensor& words, const Tensor& scales, int64_t bits) {
-  const int64_t n = words.size(0), k = words.size(1) * 32 / bits;
-  Tensor out = at::empty({n, k}, scales.options().dtype(at::kBFloat16));
+  const compress::Grid grid = grid_of(words, scales, bits);
+  const int64_t n = words.size(0);
+  Tensor out = at::empty({n, grid.groups * grid.group}, scales.options().dtype(at::kBFloat16));
   compress::dequantize(as_bytes(words), scales.const_data_ptr<float>(), out.data_ptr<BFloat16>(), n,
-                       grid_of(words, scales, bits));
+                       grid);
   return out;
 }
 

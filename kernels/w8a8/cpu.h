@@ -12,8 +12,8 @@
 namespace compress {
 
 // The integers of a token, each plus 128: products of unsigned with signed bytes have an instruction
-// of their own on x86. Returns the token's scale, absmax / 127: 0 for zeros, and NaN where a value is
-// not finite, so that this row of the result shows it.
+// of their own on x86. Returns the token's scale, absmax / 127: 0 for zeros and what is next to
+// them, and NaN where a value is not finite, so that this row of the result shows it.
 template <typename T>
 float quantize(const T* x, int64_t k, uint8_t* q) {
   float peak = 0, poison = 0;
@@ -23,11 +23,11 @@ float quantize(const T* x, int64_t k, uint8_t* q) {
     poison += float(x[i]) * 0;
   }
   const bool finite = poison == 0;
-  if (!finite || peak == 0) {
+  const float scale = peak / 127;
+  if (!finite || scale == 0) {
     std::memset(q, 128, k);
     return finite ? 0 : std::numeric_limits<float>::quiet_NaN();
   }
-  const float scale = peak / 127;
 #pragma omp simd
   for (int64_t i = 0; i < k; i++) q[i] = uint8_t(int(std::nearbyint(float(x[i]) / scale)) + 128);
   return scale;

@@ -74,6 +74,7 @@ def test_in_a_cache_of_fixed_size_as_in_one_that_grows(
     monkeypatch.setattr(
         decode, "_compile", lambda step: torch.compile(step, backend="eager", fullgraph=True)
     )
+    monkeypatch.setattr(decode, "compiler", lambda: "not called")
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "dense")
     quantized(tmp_path / "dense", tmp_path / "quantized", QuantSpec(8, activation_bits=8))
     model = load(tmp_path / "quantized", dtype=torch.float32)
@@ -87,6 +88,8 @@ def test_in_a_cache_of_fixed_size_as_in_one_that_grows(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 def test_compiled_as_not_compiled(stories260k: Path) -> None:
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler here")
     model = load(stories260k, dtype=torch.float32)
     decoder = Decoder(model, compile="auto")
     assert decoder.prepare(100) > 0
@@ -98,13 +101,14 @@ def test_what_cannot_be_compiled_is_told_in_a_line(
 ) -> None:
     llama = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
     windowed = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)).eval()
+    monkeypatch.setattr(decode, "compiler", lambda: "not called")
     for model, kind, why in (
         (llama, "kv8", "a KV cache of kv8 grows"),
         (windowed, "16", "layers with a window"),
     ):
         assert not Decoder(model, kv_cache=kind, compile="auto").compiled
         assert why in told.messages[-1]
-    monkeypatch.setenv("CXX", "nothing++")
+    monkeypatch.setattr(decode, "compiler", lambda: None)
     decoder = Decoder(llama, compile="auto")
     assert not decoder.compiled
     assert "no C++ compiler" in told.messages[-1]
@@ -130,4 +134,3 @@ def test_a_compiler_that_fails_leaves_the_modules_as_they_are(
 def test_sizes_of_caches_are_few() -> None:
     sizes = [capacity(length) for length in (1, 256, 257, 512, 513, 5000)]
     assert sizes == [256, 256, 512, 512, 1024, 8192]
-    assert build.compiler() is None or Path(build.compiler() or "").exists()

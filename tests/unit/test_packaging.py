@@ -19,7 +19,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = {"kernels": "kernels", "eval": "eval", "conf": "conf", "conf/recipe": "recipes"}
-SHIPPED = (".py", ".yaml", ".json", ".jsonl", ".txt", ".html", ".css", ".js", ".typed", ".jinja")
+SHIPPED = (".py", ".cpp", ".h", ".yaml", ".json", ".jsonl", ".txt", ".html", ".css", ".js")
+SHIPPED += (".typed", ".jinja")
 NOT_SOURCE = {"__pycache__"}
 STAND_IN = """
 from transformers.utils.import_utils import KERNELS_MIN_VERSION as __version__
