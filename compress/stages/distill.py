@@ -170,6 +170,8 @@ class Distill:
         step_tokens = made.figures["tokens"] * batch // len(made)
         weights = labels.linear_weights(run.artifacts["dense"], config.model.trust_remote_code)
         return {
+            "teacher": other.name if (other := self.teacher_folder()) else None,
+            "train": self.train,
             "labels": made.figures,
             "trained_parameters": sum(p.numel() for _, g in groups for p in g.values()),
             "steps": done,

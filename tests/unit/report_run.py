@@ -132,6 +132,8 @@ def quantize() -> dict[str, Any]:
 def distill() -> dict[str, Any]:
     curve = [(0, 0.0131), (20, 0.0112), (40, 0.0104), (60, 0.0101), (80, 0.0103)]
     return {
+        "teacher": None,
+        "train": "scales",
         "labels": {"tokens": 40960, "top_k": 32, "bytes": 7864320, "seconds": 41.5, "mass": 0.962},
         "trained_parameters": 9_100_000,
         "steps": 80,

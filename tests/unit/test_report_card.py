@@ -18,6 +18,8 @@ METRICS = {
     "calibrate": {"tokens": 24576, "samples": 48},
     "quantize": {"scheme": "W8A8", "heldout_kl": {"after": 0.0131}},
     "distill": {
+        "teacher": None,
+        "train": "scales",
         "labels": {"seconds": 41.5},
         "steps": 80,
         "tokens": 40960,
@@ -97,6 +99,12 @@ def test_card_without_figures() -> None:
     card = model_card("r", "owner/model", {})
     assert "What is known" not in card
     assert "# owner/model, 16 bit" in card
+
+
+def test_card_of_integers_that_learned_from_another_model() -> None:
+    distill = METRICS["distill"] | {"teacher": "Model-7B", "train": "latent"}
+    card = model_card("r", "owner/model", {**METRICS, "distill": distill})
+    assert "Distilled from Model-7B for 80 steps (40,960 tokens); the integers learned too." in card
 
 
 def test_card_of_what_was_not_kept() -> None:

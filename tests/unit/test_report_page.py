@@ -99,6 +99,14 @@ def test_every_stage_may_be_missing(tmp_path: Path, left_out: str) -> None:
         assert found["stages"] == []
 
 
+def test_integers_that_learned_from_another_model(run: SimpleNamespace) -> None:
+    assert "while the integers stayed frozen. " in page(figures(run))
+    run.manifests["distill"]["metrics"] |= {"teacher": "Model-7B", "train": "latent"}
+    text = page(figures(run))
+    assert "parameters, the integers among them. " in text
+    assert "Soft labels of Model-7B: top" in text
+
+
 def test_stages_that_changed_nothing(run: SimpleNamespace) -> None:
     run.manifests["extend"]["metrics"] = {
         "method": None,
