@@ -21,13 +21,20 @@ VARIABLE = "COMPRESS_CACHE"
 KERNELS = ("splits.py", "w8a8/triton.py", "wna16/triton.py", "wna16/planar.py")
 
 
+def cache_folder() -> Path:
+    """Where what was made for a machine is kept: $COMPRESS_CACHE, else ~/.cache/compress.
+
+    Raises RuntimeError where there is no home folder.
+    """
+    return Path(os.environ.get(VARIABLE) or Path.home() / ".cache" / "compress")
+
+
 def cache_file(gpu: Gpu) -> Path:
-    """Where the tiles of `gpu` lie: $COMPRESS_CACHE, else ~/.cache/compress."""
-    folder = Path(os.environ.get(VARIABLE) or Path.home() / ".cache" / "compress")
+    """Where the tiles of `gpu` lie."""
     here = Path(__file__).parent
     texts = b"".join((here / name).read_bytes() for name in KERNELS)
     versions = f"torch{torch.__version__}-{hashlib.sha256(texts).hexdigest()[:12]}"
-    return folder / "tiles" / f"{re.sub(r'[^A-Za-z0-9]+', '_', gpu.name)}-{versions}.json"
+    return cache_folder() / "tiles" / f"{re.sub(r'[^A-Za-z0-9]+', '_', gpu.name)}-{versions}.json"
 
 
 def key(kernel: str, m: int, n: int, k: int) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.kernels.tuned import VARIABLE as CACHE
+from compress.kernels.tuned import cache_folder
 from compress.log import logger
 
 HERE = Path(__file__).parent
@@ -72,8 +72,7 @@ def binary_of(program: str) -> Path:
     texts = [(HERE.parent / name).read_bytes() for name in TEXTS]
     parts = [*texts, version, " ".join(FLAGS).encode(), _cpu().encode(), torch.__version__.encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    folder = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "compress")
-    return folder / "native" / f"{key}.so"
+    return cache_folder() / "native" / f"{key}.so"
 
 
 def _cpu() -> str:

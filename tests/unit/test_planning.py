@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from compress.errors import UserError
+from compress.kernels.native import build
 from compress.planning import lengths, simulate
 from compress.planning.devices import GPUS, Curve, Device, Roofline, first_with
 from compress.planning.memory import (
@@ -117,6 +118,20 @@ def test_w4a16_of_llama_2_7b_by_hand(llama: Shape) -> None:
         sixteen = 2 * (llama.parameters - quantized)
         shapes = 16 * 4 * 32
         assert found.total == sixteen + quantized // 2 + 2 * quantized // group + shapes
+
+
+def test_on_cpu_integers_are_held_twice_only_without_a_compiler(
+    llama: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = 32 * (4096 * 4096 + 3 * 4096 * 11008)
+    for built, spec, copies in (
+        (True, QuantSpec(4, 128), 4 * quantized // 128),  # scales in float32
+        (False, QuantSpec(4, 128), quantized // 2 + 4 * quantized // 128),
+        (True, QuantSpec(8), 4 * 32 * (2 * 4096 + 2 * 11008)),
+        (False, QuantSpec(8), quantized + 2 * 32 * (2 * 4096 + 2 * 11008)),
+    ):
+        monkeypatch.setattr(build, "available", lambda built=built: built)
+        assert weights_of(llama, spec, on_cpu=True).parts["copies"] == copies
 
 
 def test_schemes_are_listed_once_and_refusals_say_why(small: Shape) -> None:
