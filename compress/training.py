@@ -131,7 +131,7 @@ def _note(
         parameter.copy_(parameter.to(dtype))
     value = measure()
     if not history.curve or value < min(point["value"] for point in history.curve):
-        history.best = {name: p.detach().to(dtype) for name, p in parameters.items()}
+        history.best = {n: p.detach().to(dtype, copy=True) for n, p in parameters.items()}
         history.best_step = step
     history.curve.append({"step": step, "value": value})
     for name, parameter in parameters.items():

@@ -83,3 +83,28 @@ def test_training_ends_after_measures_that_are_no_better(tmp_path: Path) -> None
     assert stopped.best_step == 10
     values = iter([1.0, 0.5, 0.7, 0.6, 0.4, 0.3])
     assert [p["step"] for p in run(tmp_path / "on", None).curve] == [0, 10, 20, 30, 40, 50]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_best_step_is_kept_as_it_was_measured(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.rand(3))
+    values, seen = iter([1.0, 0.5, 0.7]), []
+
+    def measure() -> float:
+        seen.append(weight.detach().clone())
+        return next(values)
+
+    history = train(
+        [(0.1, {"weight": weight})],
+        lambda _: weight.sum(),
+        measure,
+        Schedule(20, measures=2),
+        tmp_path,
+        what="distill",
+        dtype=dtype,
+    )
+    assert history.best_step == 10
+    assert history.best["weight"].dtype == dtype
+    assert torch.equal(history.best["weight"].float(), seen[1])
+    assert torch.equal(weight, seen[1])
+    assert not torch.equal(seen[1], seen[2])
