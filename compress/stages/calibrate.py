@@ -48,7 +48,7 @@ class Calibrate:
     least_tokens: tokens, without padding, that have to reach every linear.
     heldout_windows, heldout_length: held-out text on which every later stage is measured.
     batch: windows that go through a block together. written: windows that the model writes itself,
-    for quantize.rounding=learned to learn from; the whole model is in memory for that.
+    for quantize.rounding=learned and distill to learn from; the whole model is in memory for that.
     """
 
     name: ClassVar[str] = "calibrate"
