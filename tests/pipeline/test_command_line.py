@@ -88,7 +88,8 @@ def test_options_anywhere_and_bare_words_for_lists(given: list[str], wanted: lis
         (["model.path=/a", "b/c.gguf"], "'model.path=/a b/c.gguf'"),
         (
             ["quantize=w3"],
-            "quantize=w3: no such choice; there are w4a16, w4a16_channel, w4a16_learned, w8a16, w8a8",
+            "quantize=w3: no such choice; there are w4a16, w4a16_channel, w4a16_learned, w8a16, "
+            "w8a8",
         ),
         (["quantize=w8a8,w4a16"], "add --multirun"),
         (["quantize.bits=4,8"], "--multirun"),
