@@ -25,6 +25,12 @@ WITH_VALUE = (
     *("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
 )
 """Hydra's options that take the next word."""
+ALONE = (
+    *MULTIRUN,
+    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"),
+    *("--shell-completion", "-sc"),
+)
+"""Its other options."""
 
 PLAIN = (
     "out",
@@ -40,7 +46,7 @@ def prepared(arguments: list[str]) -> list[str]:
     """The same arguments as Hydra reads them: fields first, their values quoted, then options.
 
     With --multirun commas part the values of a sweep, of paths and lists too.
-    Raises UserError for a word that is neither an option nor field=value.
+    Raises UserError for a word that is neither an option of Hydra's nor field=value.
     """
     options: list[str] = []
     fields: list[str] = []
@@ -49,6 +55,8 @@ def prepared(arguments: list[str]) -> list[str]:
         if word in WITH_VALUE:
             options += [word, *([value] if (value := next(words, None)) is not None else [])]
         elif word.startswith("-"):
+            if word.split("=")[0] not in (*WITH_VALUE, *ALONE):
+                raise UserError(f"{word}: no such option; fields are given as field=value")
             options.append(word)
         elif "=" in word or word.startswith("~"):
             fields.append(word)

@@ -22,7 +22,7 @@ from compress.stages.distill import Distill
 from compress.stages.export import Export
 from compress.stages.extend import Extend
 from compress.stages.plan import Plan
-from compress.stages.quantize import Quantize
+from compress.stages.quantize import ROUNDINGS, Quantize
 from compress.stages.report import Report
 from compress.stages.score import Score
 from compress.stages.serve import Serve
@@ -96,6 +96,7 @@ class Config:
             ("stages", self.stages, STAGES),
             ("only", [self.only] if self.only else [], STAGES),
             ("force", self.force, ("source", *STAGES)),
+            ("allocate.rounding", [self.allocate.rounding], ROUNDINGS),  # quantize's, unless given
         ):
             for found in value:
                 if found not in choices:

@@ -27,7 +27,6 @@ from compress.sensitivity import Sensitivity, Variant
 from compress.sizes import tensor_elements
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
-from compress.stages.quantize import ROUNDINGS
 
 FILE = "sensitivities.json"
 UNTRIED = "more than one format: vLLM and our runtime were tried with a mixture, SGLang was not"
@@ -63,12 +62,7 @@ class Allocate:
     smooth: bool = True
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.rounding not in ROUNDINGS:
-            problems.append(
-                f"allocate.rounding is {self.rounding!r}; wanted one of {', '.join(ROUNDINGS)}"
-            )
-        problems += [
+        problems = [
             f"allocate.{name} is {value}; wanted at least {least}"
             for name, value, least in (
                 ("windows", self.windows, 1),

@@ -72,7 +72,7 @@ class Quantize:
         elif self.activation_bits == 8 and (self.bits == 4 or self.group_size is not None):
             problems.append(
                 "quantize.activation_bits is 8 with "
-                f"bits={self.bits} and group_size={self.group_size}; wanted bits=8 and "
+                f"bits={self.bits} and group_size={self.group_size or 'null'}; wanted bits=8 and "
                 "group_size=null, or activation_bits=null"
             )
         if self.group_size is not None and self.group_size < 1:

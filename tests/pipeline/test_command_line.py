@@ -85,6 +85,8 @@ def test_options_anywhere_and_bare_words_for_lists(given: list[str], wanted: lis
     ("words", "said"),
     [
         (["foo"], "foo: neither an option nor field=value"),
+        (["--foo"], "--foo: no such option"),
+        (["quantize.rounding=best"], "quantize.rounding is 'best'"),
         (["model.path=/a", "b/c.gguf"], "'model.path=/a b/c.gguf'"),
         (
             ["quantize=w3"],
