@@ -92,6 +92,7 @@ def environment(folder: Path, *, escape: bool = True) -> Environment:
         ms=words.milliseconds,
         rate=words.rate,
         cell=cell,
+        visible=words.visible,
     )
     return made
 

@@ -141,3 +141,10 @@ def listed(items: Iterable[str], last: str = "and") -> str:
     """`a`, `a and b`, `a, b and c`."""
     *head, tail = list(items) or [""]
     return f"{', '.join(head)} {last} {tail}" if head else tail
+
+
+def visible(token: str) -> str:
+    """A token as it can be seen: of nothing but blanks, the signs for these."""
+    if token.strip():
+        return token
+    return token.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")

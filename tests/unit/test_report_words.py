@@ -136,3 +136,10 @@ def test_interval_lies_around_zero() -> None:
     drawn = intervals([Interval("t", 0.0, -4.0, 4.0, "after", "0")], "points", words.significant)
     assert isinstance(drawn, Markup)
     assert 'cx="50%"' in drawn
+
+
+@pytest.mark.parametrize(
+    ("token", "seen"), [(" the", " the"), ("\n", "⏎"), ("  \t", "␣␣⇥"), ("", "")]
+)
+def test_a_token_of_blanks_is_seen(token: str, seen: str) -> None:
+    assert words.visible(token) == seen
