@@ -92,16 +92,12 @@ def fine_tuned(
         seed=2,
     )
 
-    def measure() -> float:
-        found = judge.perplexities(model)
-        return (math.log(found["long"]) + math.log(found["short"])) / 2
-
     started = time.monotonic()
     history = long_training.fine_tune(
         model,
         batches,
         longer,
-        measure,
+        lambda: judge.loss(model),
         rate=options.rate,
         measures=options.measures,
         work=work,

@@ -1,5 +1,6 @@
 """All by which a model is judged on a long window: perplexities and retrieval."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +33,11 @@ class LengthJudge:
     def perplexities(self, model: PreTrainedModel) -> dict[str, Any]:
         """`eval.length.Reading` as plain data."""
         return asdict(read(model, self.ids, self.window, leading_ids(self.tokenizer)))
+
+    def loss(self, model: PreTrainedModel) -> float:
+        """The mean loss of long and of short windows, in nats: neither may pay for the other."""
+        found = self.perplexities(model)
+        return (math.log(found["long"]) + math.log(found["short"])) / 2
 
     def judge(self, model: PreTrainedModel) -> dict[str, Any]:
         """`ppl`, as above, and `retrieval`, as from `eval.length_needles.retrieve`, or None."""

@@ -242,16 +242,11 @@ class Extend:
             seed=run.config.seed + 2,
         )
 
-        def measure() -> float:
-            """The mean loss of long and of short windows: neither may pay for the other."""
-            found = judge.perplexities(model)
-            return (math.log(found["long"]) + math.log(found["short"])) / 2
-
         history = long_training.fine_tune(
             model,
             steps,
             longer,
-            measure,
+            lambda: judge.loss(model),
             rate=self.rate,
             measures=self.measures,
             work=run.work,
