@@ -16,7 +16,6 @@ added to.
 import argparse
 import json
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kept import results_before, settings, write_between
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from compress import choices
-from compress.artifact import differences, write_json, write_text
+from compress.artifact import write_json, write_text
 from compress.eval import fidelity
 from compress.machine import hardware, packages
 from compress.model import linear_shapes
@@ -41,7 +41,6 @@ from compress.sizes import tensor_bytes
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS, PAGE = HERE / "results", ROOT / "docs/fidelity.md"
-BEGIN, END = "<!-- budget: begin -->", "<!-- budget: end -->"
 STAGES = "run/stages"
 
 
@@ -62,23 +61,6 @@ def bits_on_disk(folder: Path, options: argparse.Namespace) -> float:
     )
     # Upwards, so that the uniform choice itself is within the budget.
     return math.ceil(8e6 * size / sum(group.weights for group in groups)) / 1e6
-
-
-def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """All that the results depend on; files by their names."""
-    given = {k: v for k, v in vars(options).items() if k not in ("work", "uniform", "budgets")}
-    return {k: v.name if isinstance(v, Path) else v for k, v in given.items()}
-
-
-def results_before(file: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The results in `file`, by scheme. Ends the program where they are of other settings."""
-    if not file.exists():
-        return {}
-    found, asked = json.loads(file.read_text()), settings(options)
-    changed = differences({k: found[k] for k in asked if k in found}, asked)
-    if changed:
-        sys.exit(f"{file}: made with other settings: {'; '.join(changed)}. Give another --name")
-    return found["results"]
 
 
 def command(options: argparse.Namespace, spec: QuantSpec, budget: float | None) -> list[str]:
@@ -140,7 +122,8 @@ def made(
 def run(options: argparse.Namespace) -> None:
     """Make and judge what is missing, write the results and the page's table."""
     file = RESULTS / f"budget-{options.name}.json"
-    done = results_before(file, options)
+    asked = settings(options, "work", "uniform", "budgets")
+    done = results_before(file, asked)
     options.work.mkdir(parents=True, exist_ok=True)
     train = options.train.read_text(encoding="utf-8")
     write_text(options.work / "calibration.txt", train[: -len(train) // 10])
@@ -162,7 +145,7 @@ def run(options: argparse.Namespace) -> None:
         done[name][kind] = made(options, spec, budget, reference, windows)
         if kind == "uniform":
             done[name]["bits_per_weight"] = bits_on_disk(folder, options)
-        about = settings(options) | {"hardware": hardware(), "versions": packages()}
+        about = asked | {"hardware": hardware(), "versions": packages()}
         about["date"] = datetime.now(UTC).date().isoformat()
         write_json(file, {**about, "uniform": list(done), "results": done})
 
@@ -189,10 +172,8 @@ def run(options: argparse.Namespace) -> None:
 def write_page() -> None:
     """Put the table of all results into docs/fidelity.md."""
     found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("budget-*.json"))]
-    whole = PAGE.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
     text = "\n\n".join(filter(None, map(table, found)))
-    write_text(PAGE, pattern.sub(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", whole))
+    write_between(PAGE, "budget", text)
     print(text)
 
 

@@ -14,7 +14,6 @@ files. Results of other settings are not added to.
 import argparse
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -23,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kept import results_before, settings, write_between
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from compress import long_training
 from compress.algorithms import rope
-from compress.artifact import differences, write_json, write_text
+from compress.artifact import write_json
 from compress.eval.length import sliding_windows
 from compress.eval.length_judge import LengthJudge, length_judge
 from compress.machine import hardware, packages
@@ -39,26 +39,8 @@ from compress.trainable import make_trainable
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS, PAGE = HERE / "results", ROOT / "docs/extend.md"
-BEGIN, END = "<!-- extend: begin -->", "<!-- extend: end -->"
 UNSCALED = "unscaled"
 NAMES = {UNSCALED: "unscaled", "linear": "linear", "ntk": "NTK-aware", "yarn": "by parts (yarn)"}
-
-
-def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """All that a result depends on; files by their names."""
-    given = {k: v for k, v in vars(options).items() if k not in ("work", "factors", "methods")}
-    return {k: v.name if isinstance(v, Path) else v for k, v in given.items()}
-
-
-def results_before(file: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The results in `file`, by factor. Ends the program where they are of other settings."""
-    if not file.exists():
-        return {}
-    found, asked = json.loads(file.read_text()), settings(options)
-    changed = differences({k: found[k] for k in asked if k in found}, asked)
-    if changed:
-        sys.exit(f"{file}: made with other settings: {'; '.join(changed)}. Give another --name")
-    return found["results"]
 
 
 def documents(options: argparse.Namespace) -> tuple[list[str], str]:
@@ -159,7 +141,8 @@ def rows(options: argparse.Namespace, factor: float, done: dict[str, Any]) -> It
 def run(options: argparse.Namespace) -> None:
     """Judge what is missing, write the results and the page's tables."""
     file = RESULTS / f"extend-{options.name}.json"
-    done = results_before(file, options)
+    asked = settings(options, "work", "factors", "methods")
+    done = results_before(file, asked)
     window = window_of(AutoConfig.from_pretrained(options.model))
     for factor in options.factors:
         of_factor = done.setdefault(f"{factor:g}", {})
@@ -167,7 +150,7 @@ def run(options: argparse.Namespace) -> None:
         for method in rows(options, factor, of_factor):
             of_factor[method]["seconds"] = time.monotonic() - started
             print(f"{factor:g}: {method}", file=sys.stderr, flush=True)
-            about = settings(options) | {"window": window, "hardware": hardware()}
+            about = asked | {"window": window, "hardware": hardware()}
             about |= {"versions": packages(), "date": datetime.now(UTC).date().isoformat()}
             write_json(file, {**about, "results": done})
             started = time.monotonic()
@@ -177,10 +160,8 @@ def run(options: argparse.Namespace) -> None:
 def write_page() -> None:
     """Put the tables of all results into docs/extend.md."""
     found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("extend-*.json"))]
-    whole = PAGE.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
     text = "\n\n".join(table(report) for report in found)
-    write_text(PAGE, pattern.sub(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", whole))
+    write_between(PAGE, "extend", text)
     print(text)
 
 

@@ -13,11 +13,11 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -30,6 +30,9 @@ from compress.eval import fidelity
 from compress.model import linear_shapes, skeleton
 from compress.qtensor import QuantSpec
 from compress.source import read_config
+from compress.stages.calibrate import Calibrate
+from compress.stages.export import Export
+from compress.stages.quantize import Quantize
 from compress.structure import head_names
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +45,6 @@ SCHEMES = {
 }
 RECIPES = {4: "int4_7b", 8: "int8_7b"}  # the ones that are for no model in particular
 SAMPLES, LENGTH = 48, 512
-OUR_CODE = ("*.py", "algorithms/*.py", "stages/*.py", "conf/quantize/*.yaml", "conf/recipe/*.yaml")
 LEARNED = {"quantize.rounding": "learned", "calibrate.written": 96}
 PLAIN = {"quantize.rounding": "nearest", "quantize.smooth": False, "quantize.clip": False}
 
@@ -146,7 +148,7 @@ def settings_of(contender: Contender, setting: Setting) -> dict[str, Any]:
     return {
         "method": contender.method,
         "options": contender.options,
-        "made by": peers_version() if contender.method else our_code(),
+        "made by": peers_version() if contender.method else our_version(setting.spec.bits),
         "scheme": asdict(setting.spec),
         "ignore": setting.chosen.ignore,
         "model": source.fingerprint(setting.model),
@@ -161,11 +163,16 @@ def peers_version() -> str:
     return f"llmcompressor {found[1]}"
 
 
-@cache
-def our_code() -> str:
-    """A hash of what decides the integers that our pipeline writes, at the start of the command."""
-    files = sorted(f for pattern in OUR_CODE for f in (ROOT / "compress").glob(pattern))
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+def our_version(bits: int) -> dict[str, Any]:
+    """What decides what our pipeline writes, beside the options: the versions of its stages, and
+    the fields of `quantize` that the recipe ships with.
+    """
+    option = ROOT / "conf/quantize" / f"{'w4a16' if bits == 4 else 'w8a8'}.yaml"
+    recipe = yaml.safe_load((ROOT / "recipes" / f"{RECIPES[bits]}.yaml").read_text())
+    return {
+        "stages": {stage.name: stage.version for stage in (Calibrate, Quantize, Export)},
+        "quantize": {**yaml.safe_load(option.read_text()), **recipe.get("quantize", {})},
+    }
 
 
 def our_command(contender: Contender, setting: Setting, out: Path) -> list[str]:

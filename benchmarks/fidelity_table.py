@@ -5,11 +5,11 @@
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kept import write_between
 from numpy.typing import NDArray
 
 from compress.eval import statistics
@@ -23,7 +23,6 @@ TASKS = {
 }
 OURS = "ours"
 SCHEMES = ("w4a16-g64", "w4a16", "w8a8")
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 Result = dict[str, Any]
 Rows = NDArray[np.float64]
@@ -166,12 +165,7 @@ def write_tables(results: Path, page: Path) -> str:
     """Put the tables of the results that there are into the page; returns them."""
     files = [results / f"fidelity-{scheme}.json" for scheme in SCHEMES]
     text = tables([json.loads(file.read_text()) for file in files if file.exists()])
-    whole = page.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
-    written, count = pattern.subn(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", whole)
-    if count != 1:
-        raise SystemExit(f"{page}: wanted {BEGIN} and {END} in it once")
-    page.write_text(written, encoding="utf-8")
+    write_between(page, "tables", text)
     return text
 
 

@@ -1,7 +1,6 @@
 """The benchmark of budgets: whose results it adds to, and how many bits it gives the mixture."""
 
 import argparse
-import json
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -19,16 +18,6 @@ benchmark = import_module("budget")
 def options(model: Path, **changed: object) -> argparse.Namespace:
     given = {"model": model, "engine": "vllm", "choices": ["W4A16 g32", "W8A16"], "samples": 4}
     return argparse.Namespace(**{**given, "uniform": ["W8A16"], "work": model, **changed})
-
-
-def test_results_of_other_settings_are_not_added_to(tmp_path: Path) -> None:
-    file, given = tmp_path / "budget-x.json", options(tmp_path)
-    assert benchmark.results_before(file, given) == {}
-    file.write_text(json.dumps(benchmark.settings(given) | {"results": {"W8A16": {}}}))
-    more = options(tmp_path, uniform=["W8A16", "W4A16 g32"])
-    assert benchmark.results_before(file, more) == {"W8A16": {}}
-    with pytest.raises(SystemExit, match=r"other settings: samples was 4, is now 8\. Give another"):
-        benchmark.results_before(file, options(tmp_path, samples=8))
 
 
 def test_the_mixture_gets_the_bits_that_are_on_disk(tmp_path: Path) -> None:

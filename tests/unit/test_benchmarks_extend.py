@@ -81,7 +81,7 @@ def test_one_command_judges_trains_and_goes_on(
     file.write_text(
         " ".join(f"Line {i} of a long text says that {i} is a number." for i in range(900))
     )
-    page.write_text(f"# Page\n\n{bench.BEGIN}\n{bench.END}\n")
+    page.write_text("# Page\n\n<!-- extend: begin -->\n<!-- extend: end -->\n")
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     monkeypatch.setattr(bench, "PAGE", page)
     words = f"bench --model {tiny_model} --text {file} --name t --factors 2 --methods ntk"

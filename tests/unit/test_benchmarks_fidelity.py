@@ -184,7 +184,7 @@ def test_a_table_holds_what_was_measured_and_ours_beside_the_best_peer():
 def test_tables_replace_those_that_were_there(tmp_path):
     (tmp_path / "fidelity-w4a16.json").write_text(json.dumps(report()))
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    page.write_text("before\n<!-- tables: begin -->\nold\n<!-- tables: end -->\nafter\n")
     table.write_tables(tmp_path, page)
     once = page.read_text()
     assert once.startswith("before\n")
