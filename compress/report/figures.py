@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from compress import machine
 from compress.eval import gate
+from compress.report.ledger import UNKNOWN, Terms, ledger
 from compress.report.verdict import verdict
 from compress.stage import Run
 
@@ -19,8 +20,9 @@ SECTIONS = ("plan", "calibrate", "allocate", "quantize", "distill", "extend", "e
 """The stages whose figures are taken over whole, each under its own name."""
 
 
-def figures(run: Run) -> dict[str, Any]:
-    """The contents of report.json. A stage that did not run leaves None (or an empty list).
+def figures(run: Run, terms: Terms = UNKNOWN) -> dict[str, Any]:
+    """The contents of report.json, costs by these terms. A stage that did not run leaves None (or
+    an empty list).
 
     A figure that is not finite becomes None, which JSON can hold, and is named in `not_finite`.
     """
@@ -28,6 +30,7 @@ def figures(run: Run) -> dict[str, Any]:
     metrics = {name: manifest["metrics"] for name, manifest in run.manifests.items()}
     plan, export = metrics.get("plan"), metrics.get("export")
     serve, score = metrics.get("serve"), metrics.get("score")
+    stages = [_stage(name, manifest) for name, manifest in run.manifests.items()]
     found: dict[str, Any] = {
         "recipe": config.recipe,
         "model": config.model.path,
@@ -48,7 +51,8 @@ def figures(run: Run) -> dict[str, Any]:
         "outputs": _outputs(run),
         "latency": dict(serve) if serve else None,
         **{name: metrics.get(name) for name in SECTIONS},
-        "stages": [_stage(name, manifest) for name, manifest in run.manifests.items()],
+        "stages": stages,
+        "ledger": ledger(stages, metrics.get("distill"), serve, terms),
         "notes": _notes(metrics),
         "hardware": _where_measured(run.manifests, "hardware") or machine.hardware(),
         "versions": _where_measured(run.manifests, "packages") or machine.packages(),

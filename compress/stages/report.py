@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from compress.artifact import write_json, write_text
+from compress.errors import ConfigError
 from compress.report.card import model_card
 from compress.report.figures import figures
+from compress.report.ledger import Terms
 from compress.report.pages import page, sheet, short
 from compress.stage import Run
 
@@ -17,17 +19,36 @@ CARD = "card.md"
 class Report:
     """report.html to decide from, .md to paste, .json to compute with, .outputs.csv to mark; and
     card.md, the checkpoint's card with its scores.
+
+    requests: a month, each as long as those that serve timed; with them the report weighs what
+    compressing cost against what serving saves. hour_price: of an hour of the machine that
+    compresses and serves the original, in `currency`; hour_price_after: of the one that will serve
+    the result, null: the same. null: not known, and left out.
     """
 
     name: ClassVar[str] = "report"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     needs: ClassVar[tuple[str, ...]] = ("manifests",)
     gives: ClassVar[str | None] = None
     shares: ClassVar[tuple[str, ...]] = ("gate",)
 
+    requests: int | None = None
+    hour_price: float | None = None
+    hour_price_after: float | None = None
+    currency: str = ""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"report.{name} is {value}; wanted above 0, or null"
+            for name in ("requests", "hour_price", "hour_price_after")
+            if (value := getattr(self, name)) is not None and value <= 0
+        ]
+        if problems:
+            raise ConfigError(problems)
+
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         """Gather the figures first; all texts are drawn from them alone."""
-        found = figures(run)
+        found = figures(run, self.terms)
         write_json(out / "report.json", found)
         write_text(out / "report.md", short(found))
         write_text(out / "report.html", page(found))
@@ -35,3 +56,13 @@ class Report:
         scores = {"score": found} if found["fidelity"] else {}
         write_text(out / CARD, model_card(found["recipe"], found["model"], {**found, **scores}))
         return {"headline": found["verdict"]["headline"]}
+
+    @property
+    def terms(self) -> Terms:
+        """What the report reckons costs by."""
+        return Terms(
+            requests=self.requests,
+            price=self.hour_price,
+            price_after=self.hour_price_after,
+            currency=self.currency,
+        )

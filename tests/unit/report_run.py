@@ -32,6 +32,7 @@ class Settings:
     seed: int = 7
     device: str = "cpu"
     engine: str = "any"
+    checkpoint: str | None = None
     model: Model = field(default_factory=Model)
     score: Score = field(
         default_factory=lambda: Score(gate=Gate(kl=0.05, tasks={"knowledge": 12.0}))

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 from report_run import EVIL, STAGES, Tags, fixture
 
+from compress.report import words
 from compress.report.figures import figures
+from compress.report.ledger import Terms
 from compress.report.pages import page, sheet, short
 
 
@@ -161,3 +163,19 @@ def test_page_says_how_what_was_written_changed(run: SimpleNamespace) -> None:
     shown = " ".join(Tags(page(figures(run))).words)
     assert "What was written, right or wrong" in shown
     assert "summaries 12 3 21.5 24.2 0 2" in " ".join(shown.split())
+
+
+def test_page_weighs_what_the_run_cost_against_what_serving_saves(run: SimpleNamespace) -> None:
+    assert "With report.requests=N" in _words(page(figures(run)))
+    found = figures(run, Terms(requests=1_000_000, price=2.0, currency="EUR"))
+    text = _words(page(found))
+    before = found["ledger"]["serving"]["before"]["money"]
+    assert f"{words.significant(before)} EUR" in text
+    repaid = words.seconds(30 * 86400 * found["ledger"]["months_to_repay"])
+    for shown in (text, _words(short(found))):
+        assert f"run is paid for after {_words(repaid)} of serving" in shown
+
+
+def _words(html: str) -> str:
+    """What a person reads of it, blanks as one."""
+    return " ".join(re.sub(r"<[^>]+>", "", html).replace("&nbsp;", " ").split())
