@@ -115,6 +115,7 @@ def load_exact(folder: Path, config: "Config") -> PreTrainedModel:
         device=config.device,
         dtype=torch.float32,
         trust_remote_code=config.model.trust_remote_code,
+        fused=False,
     )
 
 

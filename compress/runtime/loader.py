@@ -22,6 +22,7 @@ from compress.checkpoint import read_quantization_config
 from compress.errors import UserError
 from compress.kernels.backend import pick_backend
 from compress.runtime import attention
+from compress.runtime.fused import fuse
 from compress.runtime.linear import QuantLinear
 from compress.structure import model_name
 from compress.tensors import TensorFiles
@@ -37,16 +38,18 @@ def load(
     dtype: torch.dtype | None = None,
     backend: str | None = None,
     trust_remote_code: bool = False,
+    fused: bool = True,
 ) -> PreTrainedModel:
     """Load `folder` in eval mode; its quantized linears are `QuantLinear`.
 
     dtype: of weights and activations in 16 or 32 bit; None as stored, but float16 on CPU runs as
     bfloat16 (float16 matrix products are many times slower there). Scales keep the dtype they are
     stored in. On CPU attention is that of compress.runtime.attention. trust_remote_code: run the
-    Python that lies in the folder, where config.json asks for it. Peak memory is the model and one
-    tensor. Raises UserError for a folder that is no causal language model, a damaged file, and a
-    tensor that is missing, doubled, unknown or of the wrong shape; for a backend that cannot run on
-    `device`.
+    Python that lies in the folder, where config.json asks for it. fused: on Triton, run W8A8 blocks
+    as in compress.runtime.fused; False where linears are to be exchanged. Peak memory is the model
+    and one tensor, or where fused one block's gate and up. Raises UserError for a folder that is no
+    causal language model, a damaged file, and a tensor that is missing, doubled, unknown or of the
+    wrong shape; for a backend that cannot run on `device`.
     """
     backend = pick_backend(device, backend)
     skeleton = build_empty(folder, device, dtype, trust_remote_code)
@@ -58,6 +61,8 @@ def load(
     for module in skeleton.modules():
         if isinstance(module, QuantLinear):
             module.prepare(backend, skeleton.dtype)
+    if fused and backend == "triton":
+        fuse(skeleton)
     if (folder / "generation_config.json").exists():
         skeleton.generation_config = GenerationConfig.from_pretrained(folder)
     attention.install(skeleton)

@@ -177,3 +177,18 @@ def prepare(
         return call(x, weight, weight_scale, bias, locks)
 
     return run
+
+
+def prepare_product(
+    weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
+    """Bind the weight [N, K] for activations that are quantized: see `quantized_linear`."""
+    weight, weight_scale = weight.contiguous(), weight_scale.contiguous()
+    locks = new_locks(weight.device)
+
+    def run(q_MK: Tensor, q_scale_M1: Tensor, dtype: torch.dtype) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        call = quantized_linear_op if compiling else quantized_linear
+        return call(q_MK, q_scale_M1, weight, weight_scale, bias, locks, dtype)
+
+    return run

@@ -3,15 +3,16 @@
 Without a GPU this runs in Triton's interpreter, whose bfloat16 conftest.py puts right.
 """
 
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.kernels import bench, tune, w8a8
 from compress.kernels.bench import bind, random_weight
-from compress.kernels.check import check_linear
+from compress.kernels.check import check_linear, reference_linear, relative_error
 from compress.kernels.quantize import reference as quantize_reference
 from compress.kernels.quantize import triton as quantize
 from compress.kernels.splits import new_locks
@@ -20,6 +21,8 @@ from compress.kernels.w8a8 import triton as w8a8_triton
 from compress.kernels.wna16 import triton as wna16_triton
 from compress.kernels.wna16.planar import to_planar
 from compress.qtensor import QTensor, QuantSpec, pack_int32
+from compress.runtime.fused import GatedMlp, Int8Norm
+from compress.runtime.linear import QuantLinear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -195,6 +198,28 @@ def test_fused_with_rmsnorm_and_swiglu(m: int, k: int, dtype: torch.dtype) -> No
         assert steps.max() <= 1
         assert (steps > 0).float().mean() < 0.02
         torch.testing.assert_close(scale, wanted_scale, rtol=TOLERANCE[dtype] * 2, atol=0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_norm_and_mlp_fused_are_those_of_the_reference(bias: bool) -> None:
+    def linear(n: int, k: int) -> QuantLinear:
+        made = QuantLinear(k, n, W8A8, bias=bias, dtype=FP16, device=DEVICE)
+        weight = random_weight(n, k, W8A8, DEVICE, FP16)
+        made.weight, made.weight_scale = weight.ints, weight.scales
+        if made.bias is not None:
+            nn.init.normal_(made.bias)
+        return made
+
+    x = torch.randn(2, 3, 100, device=DEVICE, dtype=FP16)
+    weight = nn.Parameter(torch.randn(100, device=DEVICE, dtype=FP16), requires_grad=False)
+    linears = [linear(63, 100), linear(63, 100), linear(100, 63)]
+    normed = nn.functional.rms_norm(x.float(), [100], eps=1e-5).to(FP16) * weight
+    gate, up, down = (partial(reference_linear, weight=m.qtensor(), bias=m.bias) for m in linears)
+    wanted = down(nn.functional.silu(gate(normed).to(FP16)) * up(normed).to(FP16))
+    y = GatedMlp(*linears)(Int8Norm(weight, 1e-5)(x))
+    assert y.shape == x.shape
+    # A root in another order carries a value over a rounding boundary now and then.
+    assert relative_error(y, wanted) < 5 * TOLERANCE[FP16]
 
 
 @pytest.mark.parametrize("kernel", ["w8a8", "w4a16"])
