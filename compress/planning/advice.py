@@ -11,6 +11,12 @@ Figures = Mapping[str, Any]
 GAIN = 1.05
 """Ratio below which a change is said not to matter."""
 
+NAMED = {
+    "truncate": "truncation",
+    "summaries": "a two-stage summary",
+    "extend": "a longer window",
+}
+
 
 def advice(plan: Figures) -> list[dict[str, str]]:
     """Lines of advice in order, each `about` what and its `text`."""
@@ -102,21 +108,41 @@ def _context(plan: Figures) -> Iterator[tuple[str, str]]:
             f"the window {window}.",
         )
         return
-    ways = found["ways"]
-    cheapest = min(ways, key=lambda way: ways[way]["seconds"])
-    named = {
-        "extend": "a longer window",
-        "truncate": f"truncation (drops {words.percent(found['dropped'])} of their prompts)",
-        "summaries": "a two-stage summary",
-    }
-    each = "; ".join(
-        f"{named[way]} {words.size(row['bytes'])} and {words.seconds(row['seconds'])}"
-        for way, row in ways.items()
+    costs = "; ".join(
+        f"{NAMED[way]} {words.size(row['bytes'])} and {words.seconds(row['ttft_s'])}"
+        for way, row in found["ways"].items()
     )
     yield (
         "context",
         f"{words.percent(found['share'])} of the requests are over the window of {window} tokens. "
-        f"KV cache and time of each of them: {each}. Cheapest in time: {named[cheapest]}.",
+        f"{_chosen(found)} KV cache and TTFT of each of them: {costs}.",
+    )
+
+
+def _chosen(found: Figures) -> str:
+    """The way that is advised, and why."""
+    dropped = words.percent(found["dropped"])
+    extended, summarized = found["ways"]["extend"], found["ways"]["summaries"]
+    parts = words.significant(found["parts"], 2)
+    summarize = f"summarize in two stages ({parts} parts of a window each, then the answer)"
+    match found["choice"]:
+        case "truncate":
+            return f"No longer context is needed: truncation drops only {dropped} of their prompts."
+        case "extend":
+            return (
+                f"A longer one pays if they must be read whole: extend by {found['factor']}, "
+                f"{words.count(extended['at_once'])} of them at once. Truncation drops {dropped} "
+                "of their prompts."
+            )
+    if extended["at_once"] < 1:
+        why = "a longer window does not fit beside the weights"
+    elif extended["ttft_s"] > summarized["ttft_s"]:
+        why = "that begins to answer sooner than a longer window"
+    else:
+        why = "so few do not pay for a window that changes the model for all"
+    return (
+        f"No longer context is needed: where truncation, which drops {dropped} of their prompts, "
+        f"cuts what matters, {summarize}; {why}."
     )
 
 

@@ -1,4 +1,4 @@
-"""What the lengths of real requests say of reservations, decoding settings and long contexts."""
+"""What the lengths of real requests say of reservations and decoding settings."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,6 @@ from compress.planning.timing import Clock
 
 PAGE = 16
 """Tokens of a block of a paged KV cache: vLLM's default."""
-SUMMARY = 256
-"""Tokens of a summary of one part of a long text."""
 
 
 def summarized(requests: Sequence[Request]) -> dict[str, Any]:
@@ -79,63 +77,3 @@ def decoding(requests: Sequence[Request], clock: Clock, room: float, beams: int)
         "cap_saves_tokens": 1 - sum(min(n, cap) for n in new) / sum(new),
         "without_stop": longest / mean,
     }
-
-
-def long_context(requests: Sequence[Request], clock: Clock, window: int) -> dict[str, Any]:
-    """Share of requests over the window, and for these the mean bytes of KV cache and the mean
-    seconds, alone on the device, of each way to serve them.
-
-    extend: a longer window. truncate: the start of the prompt is dropped (`dropped`: share of
-    these prompts' tokens). summaries: parts that fit are summarized into SUMMARY tokens each, one
-    after the other, then the answer is written from these.
-    """
-    over = [r for r in requests if r.total > window]
-    found: dict[str, Any] = {
-        "window": window,
-        "longest": max(r.total for r in requests),
-        "over": len(over),
-        "share": len(over) / len(requests),
-    }
-    if not over:
-        return found
-    dropped = sum(request.prompt - _kept(request, window) for request in over)
-    ways = {
-        "extend": [[request] for request in over],
-        "truncate": [[Request(_kept(request, window), request.new)] for request in over],
-        "summaries": [_in_parts(request, window) for request in over],
-    }
-    return {
-        **found,
-        "dropped": dropped / sum(request.prompt for request in over),
-        "ways": {
-            way: {
-                "bytes": fmean(max(_cache(clock, turn) for turn in turns) for turns in of_all),
-                "seconds": fmean(sum(_alone(clock, turn) for turn in turns) for turns in of_all),
-            }
-            for way, of_all in ways.items()
-        },
-    }
-
-
-def _kept(request: Request, window: int) -> int:
-    """Tokens of the prompt that leave room for the answer."""
-    return min(request.prompt, max(1, window - request.new))
-
-
-def _in_parts(request: Request, window: int) -> list[Request]:
-    """The requests that a long one becomes. In a small window half of it is for the summary."""
-    summary = max(1, min(SUMMARY, window // 2))
-    part = max(1, window - summary)
-    starts = range(0, request.prompt, part)
-    parts = [Request(min(part, request.prompt - start), summary) for start in starts]
-    return [*parts, Request(min(_kept(request, window), summary * len(parts)), request.new)]
-
-
-def _cache(clock: Clock, request: Request) -> float:
-    return kv_bytes(clock.shape, clock.kv_cache, request.total)
-
-
-def _alone(clock: Clock, request: Request) -> float:
-    """Seconds of a request that has the device for itself."""
-    step = clock.decode(1, request.prompt + request.new / 2)
-    return clock.prefill([request.prompt]) + (request.new - 1) * step

@@ -7,6 +7,7 @@ from typing import Any
 
 from compress.errors import UserError
 from compress.planning import lengths, simulate
+from compress.planning.context import long_context
 from compress.planning.devices import CPU, Device
 from compress.planning.memory import (
     OVERHEAD,
@@ -80,7 +81,7 @@ def study(question: Question) -> dict[str, Any]:
         "reservations": lengths.reservations(question.requests, clock, room),
         "decoding": lengths.decoding(question.requests, clock, room, question.beams),
         "batching": _batching(question, clock, room, longest),
-        "long_context": lengths.long_context(question.requests, clock, question.window),
+        "long_context": long_context(question.requests, clock, question.window, memory),
         "student": _student(question, base, longest),
     }
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from compress.planning.advice import NAMED
 from compress.report import words
 
 WAYS = {
@@ -110,6 +111,50 @@ def reservation_rows(plan: Mapping[str, Any]) -> list[list[str]]:
 RESERVATION_HEAD = ["KV cache allocated for", "a request", "at once"]
 
 
+def window_rows(plan: Mapping[str, Any]) -> list[list[str]]:
+    """What windows up to the longest request leave out, and take."""
+    return [
+        [
+            words.count(row["tokens"]),
+            words.percent(row["over"]),
+            words.percent(row["cut"]),
+            words.size(row["bytes"]),
+            words.count(row["at_once"]),
+        ]
+        for row in plan["long_context"]["windows"]
+    ]
+
+
+WINDOW_HEAD = ["window", "requests over it", "of prompts cut", "KV cache, full", "at once"]
+
+
+def context_rows(plan: Mapping[str, Any]) -> list[list[str]]:
+    """Each way to serve the requests that are over the window; none where there are none."""
+    found = plan["long_context"]
+    if not found["over"]:
+        return []
+    read = {
+        "truncate": words.percent(1 - found["dropped"]),
+        "summaries": "as summaries",
+        "extend": "whole",
+    }
+    return [
+        [
+            NAMED[way],
+            read[way],
+            words.size(row["bytes"]),
+            words.count(row["at_once"]),
+            words.seconds(row["ttft_s"]),
+            words.seconds(row["seconds"]),
+            words.count(round(row["tokens"])),
+        ]
+        for way, row in found["ways"].items()
+    ]
+
+
+CONTEXT_HEAD = ["way", "prompt read", "KV cache", "at once", "TTFT", "answered", "tokens"]
+
+
 def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     memory, longest = words.size(plan["memory"]), words.count(plan["requests"]["total"]["max"])
     device = plan["device"]
@@ -130,6 +175,14 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     yield from table(RESERVATION_HEAD, reservation_rows(plan))
     yield ""
     yield from table(BATCHING_HEAD, batching_rows(plan))
+    yield ""
+    yield "Is a longer context needed?"
+    yield from table(WINDOW_HEAD, window_rows(plan))
+    if plan["long_context"]["over"]:
+        yield ""
+        over, window = plan["long_context"]["over"], plan["long_context"]["window"]
+        yield f"Each of the {words.count(over)} over {words.count(window)} tokens, in the mean:"
+        yield from table(CONTEXT_HEAD, context_rows(plan))
     yield ""
     yield "Advice, in order:"
     for number, one in enumerate(plan["advice"], 1):

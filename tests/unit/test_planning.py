@@ -289,23 +289,6 @@ def test_decoding_settings_by_hand(small: Shape) -> None:
     assert found["beam_tokens_per_s"] == {"1": 10, "4": 3}
 
 
-def test_long_contexts_by_hand(small: Shape) -> None:
-    clock, token = second_a_forward(small), small.kv_per_token["16"]
-    requests = [Request(100, 10)] * 3 + [Request(1500, 100)]
-    assert lengths.long_context(requests, clock, 2048)["over"] == 0
-    found = lengths.long_context(requests, clock, 1000)
-    assert found["share"] == 0.25
-    assert found["dropped"] == pytest.approx(600 / 1500)
-    ways = found["ways"]
-    assert ways["extend"] == {"bytes": 1600 * token, "seconds": 100}
-    assert ways["truncate"] == {"bytes": 1000 * token, "seconds": 100}
-    # Three parts of at most 744 tokens, 256 steps each, then the answer.
-    assert ways["summaries"]["seconds"] == 3 * 256 + 100
-    tight = lengths.long_context([Request(300, 10)], clock, 100)
-    # Six parts of 50 tokens, 50 steps each.
-    assert tight["ways"]["summaries"]["seconds"] == 6 * 50 + 10
-
-
 def test_requests_are_read_with_their_times(tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"prompt": 8, "new": 2, "at": 3}\n\n{"prompt_tokens": 5, "new_tokens": 1}\n')
