@@ -33,7 +33,7 @@ ALONE = (
 """Its other options."""
 
 PLAIN = (
-    "out",
+    *("out", "checkpoint"),
     *("model.path", "model.revision"),
     *("data.path", "data.field", "data.messages", "data.heldout"),
     *("data.split", "data.subset", "data.revision"),

@@ -10,6 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from compress import judged
 from compress.choices import budget_problem
 from compress.data import Data
 from compress.engines import ENGINES
@@ -52,6 +53,8 @@ class Config:
     budget: for mixed precision: 4.5 (bits a weight, mean over the linears that may be quantized,
         scales counted) or 4.2GB (of the checkpoint's weights); null: one scheme for all. With a
         budget the stage allocate runs before quantize, without one it does not.
+    checkpoint: a folder that is compressed already, here or by another tool, to be served and
+        scored beside model.path (recipe=judge); null: the one that the run makes.
     stages: which stages run, in the order of the pipeline. only: this one stage, from what is on
         disk. force: rebuild from the first of these stages on; `source` is what comes before
         them where the model is no folder yet.
@@ -63,6 +66,7 @@ class Config:
     device: str = "auto"
     engine: str = "any"
     budget: str | None = None
+    checkpoint: str | None = None
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     only: str | None = None
     force: list[str] = field(default_factory=list)
@@ -114,6 +118,9 @@ class Config:
             )
         if self.device == "cuda" and not torch.cuda.is_available():
             problems.append("device is cuda, but torch sees no GPU here; use device=cpu")
+        if self.checkpoint is not None:
+            unfit = judged.problem(self.checkpoint, self.stages)
+            problems += [unfit] if unfit else []
         if not given:
             problems.append("stages is empty; wanted at least one")
         if problems:
@@ -121,7 +128,8 @@ class Config:
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.stages = [name for name in STAGES if name in self.stages]
-        self.out = self.out or f"runs/{self.recipe}/{self.model.name}"
+        name = judged.name_of(self.checkpoint) if self.checkpoint else self.model.name
+        self.out = self.out or f"runs/{self.recipe}/{name}"
 
     def stage(self, name: str) -> Stage:
         """The stage of this name, with its configuration."""

@@ -55,6 +55,8 @@ def _run_steps(config: Config, steps: list[Step]) -> bool:
     rebuilt = forced(config, steps)
     if not isinstance(steps[0].stage, source.Source):
         artifacts["dense"] = source.locate(config.model)
+    if config.checkpoint is not None:
+        artifacts["checkpoint"] = Path(config.checkpoint).expanduser()
     for step in steps:
         manifest = None if step.name in rebuilt else step.artifact.manifest()
         wanted = config.only in (None, step.name) or step.name == "source"

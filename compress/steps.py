@@ -72,6 +72,9 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     else:
         stages.insert(0, source.Source())
 
+    if config.checkpoint is not None:
+        kinds["checkpoint"] = source.fingerprint(Path(config.checkpoint).expanduser())
+
     steps: list[Step] = []
     absent: set[str] = set()  # neither on disk nor run now: nothing is made from them
     for stage in stages:
@@ -123,6 +126,7 @@ def _missing(name: str, kinds: list[str], config: Config) -> str:
     return (
         f"{name} needs {' and '.join(kinds)}, made by {' or '.join(makers)}, "
         f"which stages=[{','.join(config.stages)}] leaves out before it; add it"
+        f"{', or give checkpoint=FOLDER' if 'checkpoint' in kinds else ''}"
     )
 
 

@@ -111,7 +111,7 @@ def _problems(found: Any) -> list[str]:
         return [*problems, f"kind is {kind!r}; wanted one of {', '.join(KINDS)}"]
     needed = ["data", *(["prompt"] if kind not in PROMPTS else [])]
     needed += ["haystack"] if kind == "retrieval" else []
-    problems += [f"{key} is missing" for key in needed if not found.get(key)]
+    problems += [f"{key} is missing" for key in needed if found.get(key) is None]
     problems += [
         f"{key} is {found[key]!r}; wanted {wanted}"
         for key, (wanted, is_right) in VALUES.items()

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from compress import machine
+from compress import judged, machine
 from compress.eval import gate
 from compress.report.ledger import UNKNOWN, Terms, ledger
 from compress.report.verdict import verdict
@@ -30,6 +30,7 @@ def figures(run: Run, terms: Terms = UNKNOWN) -> dict[str, Any]:
     metrics = {name: manifest["metrics"] for name, manifest in run.manifests.items()}
     plan, export = metrics.get("plan"), metrics.get("export")
     serve, score = metrics.get("serve"), metrics.get("score")
+    given = judged.facts(*_folders(run)) if config.checkpoint else {}
     stages = [_stage(name, manifest) for name, manifest in run.manifests.items()]
     found: dict[str, Any] = {
         "recipe": config.recipe,
@@ -51,6 +52,7 @@ def figures(run: Run, terms: Terms = UNKNOWN) -> dict[str, Any]:
         "outputs": _outputs(run),
         "latency": dict(serve) if serve else None,
         **{name: metrics.get(name) for name in SECTIONS},
+        **given,
         "stages": stages,
         "ledger": ledger(stages, metrics.get("distill"), serve, terms),
         "notes": _notes(metrics),
@@ -80,6 +82,10 @@ def command(config: Any) -> str:
         words = [f"{name}={getattr(config, name)}" for name in names]
         words.insert(1, f"model.path={config.model.path}")
     return shlex.join(["python", "-m", "compress", *words])
+
+
+def _folders(run: Run) -> tuple[Path, Path]:
+    return run.artifacts["dense"], run.artifacts["checkpoint"]
 
 
 def _first(metrics: Mapping[str, Any], key: str, stages: tuple[str, ...]) -> Any:

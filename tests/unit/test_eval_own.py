@@ -193,3 +193,9 @@ def test_files_that_are_missing_or_have_a_taken_name_are_told(tmp_path: Path) ->
     (tmp_path / "knowledge.jsonl").write_text("\n")
     with pytest.raises(UserError, match="no lines; wanted one JSON object a line"):
         named([str(file)])
+
+
+def test_an_empty_prompt_leaves_the_choices_alone(tmp_path: Path) -> None:
+    pair = {"choices": ["Two cats sleep.", "Two cats sleeps."], "gold": 0}
+    (item,) = items(read(written(tmp_path, 'kind: choice\nprompt: ""', pair)))
+    assert (item.prompt, item.references) == ("", ("Two cats sleep.",))

@@ -1,0 +1,57 @@
+"""A checkpoint that is there already, made here or by another tool: `checkpoint=FOLDER`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from compress.checkpoint import group_specs
+from compress.errors import UserError
+from compress.sizes import tensor_elements
+from compress.source import describe
+from compress.tensors import TensorFiles
+
+JUDGING = ("serve", "score", "report")
+"""The stages that read a checkpoint and make none."""
+
+
+def problem(folder: str, stages: list[str]) -> str | None:
+    """What keeps `checkpoint=folder` from being judged by these stages, in words."""
+    if not (Path(folder).expanduser() / "config.json").is_file():
+        return f"checkpoint={folder}: no config.json there; wanted a model's folder"
+    others = [name for name in stages if name not in JUDGING]
+    if others:
+        return (
+            f"checkpoint={folder} is judged as it is, but stages has {', '.join(others)}; "
+            f"wanted recipe=judge, or stages=[{','.join(JUDGING)}]"
+        )
+    return None
+
+
+def name_of(folder: str) -> str:
+    """The folder's name; of one that is called `checkpoint`, as those of runs, its parent's too."""
+    path = Path(os.path.abspath(Path(folder).expanduser()))
+    return f"{path.parent.name}-{path.name}" if path.name == "checkpoint" else path.name
+
+
+def facts(dense: Path, checkpoint: Path) -> dict[str, Any]:
+    """What the two folders say by themselves: `scheme`, `parameters`, `bytes` of the weights'
+    files before and after, and `bits_per_weight` after.
+
+    The scheme is None where the checkpoint has no `quantization_config` that this runtime knows.
+    """
+    parameters = sum(tensor_elements(dense).values())
+    sizes = [sum(f.stat().st_size for f in TensorFiles.files(at)) for at in (dense, checkpoint)]
+    return {
+        "scheme": _scheme(checkpoint),
+        "parameters": parameters,
+        "bytes": {"before": sizes[0], "after": sizes[1], "measured": True, "by_part": None},
+        "bits_per_weight": 8 * sizes[1] / parameters,
+    }
+
+
+def _scheme(checkpoint: Path) -> str | None:
+    try:
+        specs = group_specs(describe(checkpoint)["quantization_config"])
+    except (KeyError, UserError):
+        return None
+    return ", ".join(dict.fromkeys(spec.scheme for spec in specs)) or None

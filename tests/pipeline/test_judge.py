@@ -1,0 +1,98 @@
+"""A checkpoint that is there already, from whatever tool, judged beside its original."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from small import SMALL, composed
+
+from compress import pipeline
+from compress.config import Config
+from compress.errors import ConfigError, GateError, UserError
+
+JUDGED = [word for word in SMALL if word.startswith(("serve.", "score."))]
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A W8A8 checkpoint outside of any run's folder."""
+    out = tmp_path_factory.mktemp("made") / "run"
+    stages = "stages=[plan,calibrate,quantize,export]"
+    pipeline.run(composed("recipe=tiny", f"model.path={tiny_model}", f"out={out}", stages, *SMALL))
+    folder = out.parent / "peer"
+    shutil.move(out / "checkpoint", folder)
+    return folder
+
+
+@pytest.fixture
+def judge(tiny_model: Path, tmp_path: Path) -> Callable[..., Config]:
+    def make(checkpoint: Path, *overrides: str) -> Config:
+        words = ["recipe=judge", f"model.path={tiny_model}", f"checkpoint={checkpoint}"]
+        return composed(*words, *JUDGED, f"out={tmp_path / 'run'}", *overrides)
+
+    return make
+
+
+def test_a_checkpoint_is_judged_where_it_lies(
+    judge: Callable[..., Config], peer: Path, tiny_model: Path
+) -> None:
+    before = {file.name: file.read_bytes() for file in peer.iterdir()}
+    out = pipeline.run(judge(peer))
+    report = json.loads((out / "report.json").read_text())
+    sizes = [(at / "model.safetensors").stat().st_size for at in (tiny_model, peer)]
+    assert report["bytes"] == {
+        "before": sizes[0],
+        "after": sizes[1],
+        "measured": True,
+        "by_part": None,
+    }
+    assert report["scheme"] == "W8A8"
+    assert report["bits_per_weight"] == pytest.approx(16 * sizes[1] / sizes[0], rel=0.02)
+    assert 0 < report["fidelity"]["kl"] < 0.2
+    assert report["faults"] == []
+    assert report["latency"]["after"]["decode_tokens_per_s"] > 0
+    assert [stage["name"] for stage in report["stages"]] == ["serve", "score"]
+    assert "W8A8: " in report["verdict"]["headline"]
+    assert "% smaller" in report["verdict"]["headline"]
+    assert {file.name: file.read_bytes() for file in peer.iterdir()} == before
+    assert not (out / "checkpoint").exists()
+
+
+def test_what_is_broken_in_it_is_found_and_its_gate_ends_the_run(
+    judge: Callable[..., Config], peer: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(peer, folder)
+    tensors = load_file(peer / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    save_file({**tensors, name: 3 * tensors[name]}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(GateError, match="KL"):
+        pipeline.run(judge(folder, "stages=[score,report]", "score.gate.kl=0.02"))
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert [fault["name"] for fault in report["faults"]] == ["block"]
+    # Another checkpoint in the same run's folder is scored anew.
+    assert pipeline.run(judge(peer, "stages=[score,report]", "score.gate.kl=0.2"))
+    assert json.loads((tmp_path / "run/report.json").read_text())["faults"] == []
+
+
+def test_each_checkpoint_has_a_folder_of_its_own(peer: Path, tiny_model: Path) -> None:
+    words = ["recipe=judge", f"model.path={tiny_model}"]
+    assert composed(*words, f"checkpoint={peer}").out == "runs/judge/peer"
+    inside = peer.parent / "w8a8" / "checkpoint"
+    shutil.copytree(peer, inside)
+    assert composed(*words, f"checkpoint={inside}").out == "runs/judge/w8a8-checkpoint"
+
+
+def test_what_cannot_be_judged_is_refused(
+    judge: Callable[..., Config], peer: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"no config.json there; wanted a model's folder"):
+        judge(tmp_path)
+    with pytest.raises(ConfigError, match="stages has calibrate, quantize; wanted recipe=judge"):
+        judge(peer, "stages=[calibrate,quantize,score]")
+    missing = composed("recipe=judge", f"model.path={tiny_model}", f"out={tmp_path / 'none'}")
+    with pytest.raises(UserError, match="or give checkpoint=FOLDER"):
+        pipeline.run(missing)
