@@ -27,9 +27,11 @@ from compress.stages.quantize import ROUNDINGS, Quantize
 from compress.stages.report import Report
 from compress.stages.score import Score
 from compress.stages.serve import Serve
+from compress.stages.shrink import Shrink
 
 STAGES = (
     "plan",
+    "shrink",
     "calibrate",
     "allocate",
     "quantize",
@@ -74,6 +76,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     plan: Plan = field(default_factory=Plan)
+    shrink: Shrink = field(default_factory=Shrink)
     calibrate: Calibrate = field(default_factory=Calibrate)
     allocate: Allocate = field(default_factory=Allocate)
     quantize: Quantize = field(default_factory=Quantize)
@@ -94,6 +97,14 @@ class Config:
                 problems.append("allocate runs with a budget alone; add budget=4.5, for example")
         elif "quantize" in self.stages:
             self.stages = [*self.stages, "allocate"]
+        if self.shrink.asked and "calibrate" in self.stages:
+            self.stages = [*self.stages, "shrink"]
+        if not self.shrink.asked:
+            self.stages = [name for name in self.stages if name != "shrink"]
+            if given == ["shrink"] or "shrink" in (self.only, *self.force):
+                problems.append(
+                    "shrink runs only where asked to cut; add shrink.blocks=20, for example"
+                )
         for name, value, choices in (
             ("device", [self.device], ("auto", "cpu", "cuda")),
             ("engine", [self.engine], ENGINES),

@@ -12,9 +12,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.functional import nll_loss, pad
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from compress import data
 from compress.model import BlockModel
+from compress.stage import Run
 from compress.tensors import write_stream
 
 FILE = "heldout.safetensors"
@@ -53,6 +56,47 @@ def save(folder: Path, ids: Tensor, mask: Tensor, logprobs: Iterable[Tensor]) ->
     }
     rest = (window.half() for window in windows)
     write_stream(folder / FILE, sizes, itertools.chain([ids, mask.sum(1), first.half()], rest))
+
+
+def windows(run: Run, config: PretrainedConfig) -> data.Windows:
+    """The held-out text by the settings of calibrate, for a model of this configuration."""
+    settings, own = run.config.data, run.config.calibrate
+    _, held, description = data.split(settings)
+    return data.windows(
+        held,
+        AutoTokenizer.from_pretrained(
+            run.original, trust_remote_code=run.config.model.trust_remote_code
+        ),
+        count=own.heldout_windows,
+        length=min(
+            own.heldout_length, settings.length, config.get_text_config().max_position_embeddings
+        ),
+        seed=settings.seed,
+        description=description,
+    )
+
+
+def record(run: Run, held: data.Windows, folder: Path) -> float:
+    """Keep what the original says of `held`, as `save` does, one block of it in memory at a time;
+    its perplexity there.
+    """
+    model = BlockModel(
+        run.original,
+        device=run.config.device,
+        trust_remote_code=run.config.model.trust_remote_code,
+    )
+    rows = [ids[:size] for ids, size in zip(held.ids, held.mask.sum(1).tolist(), strict=True)]
+    losses = []
+
+    @torch.no_grad()
+    def logprobs() -> Iterator[Tensor]:
+        for row, logits in zip(rows, _block_logits(model, rows), strict=True):
+            found = logits.log_softmax(-1).cpu()
+            losses.append(nll_loss(found[:-1], row[1:], reduction="none"))
+            yield pad(found, (0, 0, 0, held.ids.shape[1] - len(row)))
+
+    save(folder, held.ids, held.mask, logprobs())
+    return float(torch.cat(losses).mean().exp())
 
 
 def _windows(folder: Path) -> Iterator[tuple[Tensor, Tensor]]:
@@ -103,7 +147,7 @@ def _measure(
             wanted = reference[part].float().log_softmax(-1)
             kl += float((wanted.exp() * (wanted - found)).sum())
             same += int((wanted.argmax(-1) == found.argmax(-1)).sum())
-            losses = torch.nn.functional.nll_loss(found[: len(follows)], follows, reduction="sum")
+            losses = nll_loss(found[: len(follows)], follows, reduction="sum")
             loss += float(losses)
         tokens, predicted = tokens + len(row), predicted + len(row) - 1
     return Distance(kl / tokens, same / tokens, float(torch.tensor(loss / predicted).exp()))

@@ -276,6 +276,17 @@ def storage_dtype(config: PretrainedConfig, wanted: str) -> torch.dtype:
     return torch.bfloat16 if stored == torch.float32 else stored
 
 
+def tensor_counts(config: PretrainedConfig, trust_remote_code: bool = False) -> dict[str, int]:
+    """Weights of each tensor of such a model, by the name it is stored under."""
+    model = skeleton(config, torch.bfloat16, trust_remote_code)
+    tied = tied_names(model)
+    return {
+        stored_name(config, name): parameter.numel()
+        for name, parameter in model.named_parameters()
+        if name not in tied
+    }
+
+
 def linear_shapes(
     config: PretrainedConfig, trust_remote_code: bool = False
 ) -> dict[str, tuple[int, int]]:

@@ -62,6 +62,8 @@ def _run_steps(config: Config, steps: list[Step]) -> bool:
         wanted = config.only in (None, step.name) or step.name == "source"
         done = manifest is not None and manifest["key"] == step.key
         if not done and not wanted:
+            if step.stage.gives == "dense":
+                artifacts.pop("dense", None)  # what came before is not what this run works on
             continue
         if not done:
             for kind in step.stage.needs:
@@ -72,6 +74,8 @@ def _run_steps(config: Config, steps: list[Step]) -> bool:
         assert manifest is not None
         manifests[step.name] = {**manifest, "skipped": done}
         if step.stage.gives is not None:
+            if step.stage.gives == "dense" and "dense" in artifacts:
+                artifacts.setdefault("original", artifacts["dense"])
             artifacts[step.stage.gives] = step.artifact.folder
         if done and wanted:
             logger.info(f"{step.name}: done before, skipped")
@@ -79,7 +83,7 @@ def _run_steps(config: Config, steps: list[Step]) -> bool:
 
 
 def _missing_on_disk(step: Step, kind: str, steps: list[Step]) -> str:
-    maker = next(s.name for s in steps if s.stage.gives == kind)
+    maker = next(s.name for s in steps if s.stage.gives == kind and s.name != "source")
     return (
         f"{step.name} needs {kind}, which is not in {step.artifact.stages}; "
         f"run it first with only={maker}, or without only="

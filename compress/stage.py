@@ -25,6 +25,13 @@ class Run:
     work: Path
     manifests: Mapping[str, Mapping[str, Any]]
 
+    @property
+    def original(self) -> Path:
+        """The model that was given, by which all is measured: `dense`, unless the stage shrink put
+        a smaller one in its place.
+        """
+        return self.artifacts.get("original", self.artifacts["dense"])
+
 
 @runtime_checkable
 class Stage(Protocol):

@@ -46,6 +46,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     content = source.fingerprint(path) if path else source.TINY
     text = Path(config.score.text or "").expanduser()
     teacher = config.distill.teacher_folder() if "distill" in config.stages else None
+    student = config.shrink.student_folder() if "shrink" in config.stages else None
     shared = {
         "model": _by_content(config.section("model"), content),
         "data": _by_content(config.section("data"), data.fingerprint(config.data)),
@@ -55,11 +56,17 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
             if task not in TASKS
         },
         "teacher": source.fingerprint(teacher) if teacher else None,
+        "student": source.fingerprint(student) if student else None,
+        "heldout": {
+            "windows": config.calibrate.heldout_windows,
+            "length": config.calibrate.heldout_length,
+        },
         "score_text": source.fingerprint(text) if text.is_file() else None,
         "scheme": {
             "spec": config.quantize.spec.scheme,
             "keep": config.quantize.keep,
             **({"budget": config.budget} if config.budget is not None else {}),
+            **({"shrink": config.section("shrink")} if "shrink" in config.stages else {}),
         },
         "kv_cache": config.serve.kv_cache,
         "gate": config.section("score")["gate"],

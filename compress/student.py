@@ -84,3 +84,9 @@ def loss(
             made = before_head(model, batch.ids)
         parts = [checkpoint(part, first, use_reentrant=False) for first in starts]
     return torch.stack(parts).sum() / batch.mask.sum()
+
+
+def order(count: int, epochs: int, seed: int) -> Tensor:
+    """Numbers of `count` windows [epochs * count] as they are learned from: each once an epoch."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat([torch.randperm(count, generator=generator) for _ in range(epochs)])

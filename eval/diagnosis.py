@@ -68,21 +68,22 @@ def _given(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def faults(
-    original: Fingerprint, found: Fingerprint, blocks: Blocks, served: Blocks
+    original: Fingerprint, found: Fingerprint, blocks: Blocks | None, served: Blocks | None
 ) -> list[dict[str, str]]:
     """What is wrong with a checkpoint: `name` and `text`, a sentence each.
 
     original: with the RoPE that the checkpoint should have, where it was extended. blocks: of the
-    checkpoint. served: of the original in the dtype it is served in: what arithmetic alone costs.
+    checkpoint; served: of the original in the dtype it is served in: what arithmetic alone costs;
+    None where they do not stand for each other one by one.
     """
-    checks = (
+    checks = [
         ("tokenizer", _tokenizer(original, found)),
         ("BOS", _bos(original, found)),
         ("chat template", _template(original, found)),
         ("RoPE", _rope(original, found)),
-        ("LM head", _head(blocks, served)),
-        ("block", _blocks(blocks, served)),
-    )
+    ]
+    if blocks is not None and served is not None:
+        checks += [("LM head", _head(blocks, served)), ("block", _blocks(blocks, served))]
     return [{"name": name, "text": text} for name, texts in checks for text in texts]
 
 

@@ -57,7 +57,8 @@ class Judge:
     work: a folder for results, each written as soon as it is known, so that a killed run goes on.
     kv_cache: how the compressed model keeps keys and values; the original keeps them in 16 bit.
     trust_remote_code: run the models' own Python. rope: the `rope_parameters` that the compressed
-    model should have, where they are not the original's.
+    model should have, where they are not the original's. same_blocks: whether its blocks stand for
+    the original's one by one, so that each can be judged beside its own.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -69,6 +70,7 @@ class Judge:
     kv_cache: str = "16"
     trust_remote_code: bool = False
     rope: Mapping[str, Any] | None = None
+    same_blocks: bool = True
 
     def judge(
         self, dense: Path, checkpoint: Path, *, seed: int
@@ -88,7 +90,9 @@ class Judge:
             outputs += sheet.side_by_side(task, its, old, new)
             drifts += sheet.drift(task, old, new)
         close, floor = (_restored(found["fidelity"]) for found in (after, before))
-        blocks, served = Blocks(**after["blocks"]), Blocks(**before["blocks"])
+        blocks, served = (
+            Blocks(**found["blocks"]) if self.same_blocks else None for found in (after, before)
+        )
         trust = self.trust_remote_code
         prints = [diagnosis.fingerprint(f, trust_remote_code=trust) for f in (dense, checkpoint)]
         scores = {
@@ -96,7 +100,7 @@ class Judge:
                 **_fidelity(close, floor, seed),
                 "worst": [self._told(place) for place in close.worst],
             },
-            "blocks": {**asdict(blocks), "error_floor": served.error},
+            "blocks": _beside(blocks, served),
             "faults": diagnosis.faults(self._as_it_should_be(prints[0]), prints[1], blocks, served),
             "tasks": rows,
             "drift": drifts,
@@ -160,7 +164,7 @@ class Judge:
         """Fidelity and the answers to every task; the model is loaded if one is missing."""
         jobs: list[Job] = [
             ("fidelity", partial(self._closeness, original[0], kv_cache)),
-            ("blocks", partial(self._blocks, *original)),
+            *([("blocks", partial(self._blocks, *original))] if self.same_blocks else []),
             *((task.name, partial(self._answers, task, its, kv_cache)) for task, its in self.asked),
         ]
         files = {name: self._folder / f"{who}.{name}.json" for name, _ in jobs}
@@ -213,6 +217,12 @@ def _fits(model: PreTrainedModel) -> bool:
 def _restored(found: dict[str, Any]) -> Fidelity:
     """Fidelity as it was written to JSON."""
     return Fidelity(**{**found, "worst": [Disagreement(**place) for place in found["worst"]]})
+
+
+def _beside(blocks: Blocks | None, served: Blocks | None) -> dict[str, Any] | None:
+    if blocks is None or served is None:
+        return None
+    return {**asdict(blocks), "error_floor": served.error}
 
 
 def _fidelity(close: Fidelity, floor: Fidelity, seed: int) -> dict[str, Any]:

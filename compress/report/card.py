@@ -10,6 +10,9 @@ from compress.data import PYTHON_DOCS
 from compress.report import words
 from compress.report.pages import TEMPLATES, environment
 
+STAGES = ("plan", "shrink", "calibrate", "allocate", "quantize", "distill", "extend", "score")
+"""Those of which a card tells."""
+
 Metrics = Mapping[str, Mapping[str, Any]]
 
 
@@ -21,10 +24,7 @@ def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
     time, date or path of this machine: equal inputs give equal bytes, as the rest of the
     checkpoint does.
     """
-    stages = {
-        name: metrics_by_stage.get(name)
-        for name in ("plan", "calibrate", "allocate", "quantize", "distill", "extend", "score")
-    }
+    stages = {name: metrics_by_stage.get(name) for name in STAGES}
     name = model_name(model)
     scheme = _scheme(stages)
     # Markdown, made of our own figures: nothing to escape.

@@ -16,7 +16,7 @@ from compress.report.ledger import UNKNOWN, Terms, ledger
 from compress.report.verdict import verdict
 from compress.stage import Run
 
-SECTIONS = ("plan", "calibrate", "allocate", "quantize", "distill", "extend", "export")
+SECTIONS = ("plan", "shrink", "calibrate", "allocate", "quantize", "distill", "extend", "export")
 """The stages whose figures are taken over whole, each under its own name."""
 
 

@@ -93,6 +93,7 @@ def environment(folder: Path, *, escape: bool = True) -> Environment:
         rate=words.rate,
         cell=cell,
         visible=words.visible,
+        student=words.student,
     )
     return made
 

@@ -10,6 +10,7 @@ from compress.report.words import (
     count,
     kv_cache,
     listed,
+    many,
     milliseconds,
     part,
     percent,
@@ -17,6 +18,7 @@ from compress.report.words import (
     signed,
     significant,
     size,
+    student,
 )
 
 Figures = Mapping[str, Any]
@@ -44,6 +46,7 @@ def verdict(figures: Figures) -> dict[str, Any]:
             _gate,
             _fits,
             _smaller,
+            _student,
             _faster,
             _closeness,
             _tasks,
@@ -152,6 +155,29 @@ def _smaller(figures: Figures) -> Iterator[Finding]:
         text += f" The largest part now is {part(largest)}, {share}"
         text += ", which stays in 16 bit." if unchanged else "."
     yield Finding("Size", text, "good" if sizes["after"] < sizes["before"] else "bad")
+
+
+def _student(figures: Figures) -> Iterator[Finding]:
+    """That a smaller model took the original's place, and how close it came."""
+    shrink = figures["shrink"]
+    if not shrink:
+        return
+    counts, kl, ppl = shrink["parameters"], shrink["kl"], shrink["ppl"]
+    text = (
+        f"What was quantized is not the original but {student(shrink)}, "
+        f"{many(counts['after'])} of {many(counts['before'])} parameters. Its held-out KL to the "
+        f"original was {significant(kl['before'])} untrained"
+    )
+    if shrink["kept"]:
+        text += (
+            f" and is {significant(kl['after'])} after {count(shrink['tokens'])} tokens of the "
+            f"original's soft labels"
+        )
+    text += (
+        f"; perplexity there {significant(ppl['original'], 4)} for the original, "
+        f"{significant(ppl['after'], 4)} for the student, in 16 bit both."
+    )
+    yield Finding("A smaller model", text)
 
 
 def _faster(figures: Figures) -> Iterator[Finding]:

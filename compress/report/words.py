@@ -1,8 +1,9 @@
 """Numbers as people read them: units, sensible digits, real minus signs, no line break inside."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from math import floor, isfinite, log10
+from typing import Any
 
 SPACE = "\u00a0"
 MINUS = "\u2212"
@@ -148,3 +149,17 @@ def visible(token: str) -> str:
     if token.strip():
         return token
     return token.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
+
+
+def student(shrink: Mapping[str, Any]) -> str:
+    """What the stage shrink put in the original's place: `20 of its 30 blocks`."""
+    if shrink["student"]:
+        return f"the smaller {shrink['student']}"
+    before, after = shrink["size"]["before"], shrink["size"]["after"]
+    names = (("blocks", "blocks"), ("kv_heads", "KV heads"), ("mlp", "MLP channels"))
+    cut = [
+        f"{count(after[key])} of its {count(before[key])} {name}"
+        for key, name in names
+        if after[key] < before[key]
+    ]
+    return listed(cut)

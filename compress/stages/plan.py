@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from compress import choices
 from compress.errors import ConfigError, UserError
 from compress.log import logger
-from compress.model import linear_shapes, skeleton, storage_dtype
+from compress.model import linear_shapes, skeleton, storage_dtype, tensor_counts
 from compress.planning.memory import LOGIT, OVERHEAD, by_part, part_of, token_bytes
 from compress.planning.shape import widths
 from compress.preflight import preflight
@@ -25,7 +25,7 @@ from compress.sizes import (
     tensor_bytes,
     tensor_elements,
 )
-from compress.source import read_config
+from compress.source import describe, read_config
 from compress.stage import Run
 
 OWN_CACHE = (
@@ -68,11 +68,15 @@ class Plan:
         folder = run.artifacts["dense"]
         options = run.config.model
         config = read_config(folder, options.trust_remote_code)
+        sizes = tensor_elements(folder)
+        whole = sum(sizes.values())
+        if "shrink" in run.config.stages:
+            config = run.config.shrink.planned(describe(folder), config)
+            sizes = tensor_counts(config, options.trust_remote_code)
         shapes = linear_shapes(config, options.trust_remote_code)
         chosen = preflight(config, run.config)
         kv_cache = run.config.serve.kv_cache
         make_cache(kv_cache, config)  # refuses a model that it cannot be had for
-        sizes = tensor_elements(folder)
         dtype = storage_dtype(config, options.dtype)
         scheme, notes = chosen.spec.scheme, [*chosen.notes]
         stored = {
@@ -85,6 +89,8 @@ class Plan:
             offer = choices.offer_for(config, run.config)
             stored, notes = _mixed(run, config, offer, sizes, dtype)
             reasons |= offer.reasons
+        if "shrink" in run.config.stages:
+            notes.insert(0, _of_the_student(sum(sizes.values()), whole))
         if kv_cache != "16" and run.config.engine != "native":
             notes.append(OWN_CACHE)
         for note in notes:
@@ -108,7 +114,7 @@ class Plan:
             "parameters": parameters,
             "bytes": {"before": before, "after": after},
             "bits_per_weight": {
-                "before": 8 * before["total"] / parameters,
+                "before": 8 * before["total"] / whole,
                 "after": 8 * after["total"] / parameters,
             },
             "kv_cache": {
@@ -188,6 +194,11 @@ def _mixed(
         f"{len(stored)} linears"
     )
     return stored, [note, *offer.notes]
+
+
+def _of_the_student(parameters: int, whole: int) -> str:
+    counts = f"{words.many(parameters)} of {words.many(whole)} parameters"
+    return f"planned for what the stage shrink leaves: {counts}".replace(words.SPACE, " ")
 
 
 def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:

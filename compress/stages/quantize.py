@@ -176,12 +176,17 @@ class Quantize:
         return {
             "scheme": choices.scheme_of(specs),
             "layers": [asdict(layer) for layers in done if layers for layer in layers],
-            "heldout_kl": {"before": 0.0, "after": measured.kl},
+            "heldout_kl": {"before": _kl_before(run), "after": measured.kl},
             "heldout": measured.asdict(),
             "seconds_by_part": clock.seconds,
             "went_on": first > 0,  # then these seconds are those of the last process alone
             "notes": notes,
         }
+
+
+def _kl_before(run: Run) -> float:
+    """Of the model that is quantized: none, unless it is a student of the original."""
+    return run.manifests["shrink"]["metrics"]["kl"]["after"] if "shrink" in run.manifests else 0.0
 
 
 def _block_file(work: Path, index: int) -> Path:

@@ -77,7 +77,7 @@ class Score:
         from compress.eval import sheet
         from compress.eval.judge import Judge, questions
 
-        dense, seed = run.artifacts["dense"], run.config.seed
+        dense, seed = run.original, run.config.seed
         trust = run.config.model.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=trust)
         # The original's context, so that both answer the same questions.
@@ -99,6 +99,7 @@ class Score:
             kv_cache=run.config.serve.kv_cache,
             trust_remote_code=trust,
             rope=_extended_rope(run),
+            same_blocks=dense == run.artifacts["dense"],
         )
         scores, outputs = judge.judge(dense, run.artifacts["checkpoint"], seed=seed)
         count, length = judge.windows.shape

@@ -81,7 +81,7 @@ class Serve:
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         """Return the kernel check, the answers, and the latency before and after."""
         device, seed, trust = run.config.device, run.config.seed, run.config.model.trust_remote_code
-        folders = {"before": run.artifacts["dense"], "after": run.artifacts["checkpoint"]}
+        folders = {"before": run.original, "after": run.artifacts["checkpoint"]}
         backend = pick_backend(device, self.backend)
         kv_caches = {"before": "16", "after": self.kv_cache}
         prompt_tokens = self._prompt_tokens(folders, trust)

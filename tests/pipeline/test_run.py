@@ -47,7 +47,7 @@ def test_report_holds_what_it_promises(finished: Path) -> None:
             report["latency"][side]["ttft_ms"]["p95"] >= report["latency"][side]["ttft_ms"]["p50"]
         )
         assert report["latency"][side]["decode_tokens_per_s"] > 0
-    left_out = ("allocate", "report")
+    left_out = ("allocate", "shrink", "report")
     assert [s["name"] for s in report["stages"]] == [s for s in STAGES if s not in left_out]
     assert all(s["peak_rss_bytes"] > 10**8 and s["skipped"] is False for s in report["stages"])
     assert report["seed"] == 0

@@ -1,0 +1,311 @@
+"""shrink: a smaller dense model in the original's place, taught by the original."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig
+
+from compress import checkpoint, cutting, data, heldout, labels, student
+from compress.algorithms.prune import Removal
+from compress.artifact import Artifact, write_json
+from compress.cutting import Cut, Size, size_of
+from compress.errors import ConfigError, UserError
+from compress.heldout import Distance
+from compress.importance import choose
+from compress.labels import Labels, Teacher
+from compress.log import logger
+from compress.model import BlockModel, storage_dtype
+from compress.sizes import tensor_bytes, tensor_elements
+from compress.source import describe, read_config
+from compress.stage import Run
+from compress.stages.distill import PRECISIONS
+from compress.structure import stored_name
+from compress.student import Objective, order
+from compress.trainable import load_exact
+from compress.training import Schedule, train
+
+SIZES = ("blocks", "mlp", "kv_heads")
+
+
+@dataclass(kw_only=True)
+class Shrink:
+    """A smaller model for where the original is too large in any format; off unless asked for.
+
+    blocks, mlp, kv_heads: what the original is cut to: decoder blocks, and in each the channels of
+    the MLP and the KV heads (each with its query heads); null: as many as it has. student: the
+    folder of a smaller model with the same tokenizer, in place of cutting.
+    windows: of text by which it is measured what the original misses least.
+    samples, length: windows of text to learn from, and tokens a window; no samples: the student
+    stays as it is cut. top_k: the original's likeliest tokens that are kept, with the remaining
+    mass as one more. batch: windows a step. epochs: times each window is seen. rate: learning rate
+    of all weights. hard: the share of cross-entropy with the text itself.
+    precision: arithmetic of trials, of the original's labels and of the student while it learns;
+    held-out KL is measured in float32. recompute: less memory for a third more time.
+    measures: how often the held-out KL is taken; after `patience` of them that are no better than
+    the best, training ends.
+    """
+
+    name: ClassVar[str] = "shrink"
+    version: ClassVar[int] = 1
+    needs: ClassVar[tuple[str, ...]] = ("dense",)
+    gives: ClassVar[str | None] = "dense"
+    shares: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "device", "heldout", "student")
+
+    blocks: int | None = None
+    mlp: int | None = None
+    kv_heads: int | None = None
+    student: str | None = None
+    windows: int = 2
+    samples: int = 128
+    length: int = 512
+    top_k: int = 64
+    batch: int = 2
+    epochs: int = 1
+    rate: float = 2e-4
+    hard: float = 0.0
+    precision: str = "float32"
+    recompute: bool = False
+    measures: int = 4
+    patience: int = 3
+
+    def __post_init__(self) -> None:
+        counts = ("windows", "top_k", "batch", "epochs", "measures", "patience", *SIZES)
+        least = {**dict.fromkeys(counts, 1), "samples": 0, "length": 16}
+        problems = [
+            f"shrink.{name} is {value}; wanted at least {number}"
+            for name, number in least.items()
+            if (value := getattr(self, name)) is not None and value < number
+        ]
+        if self.rate <= 0:
+            problems.append(f"shrink.rate is {self.rate}; wanted above 0")
+        if not 0 <= self.hard <= 1:
+            problems.append(f"shrink.hard is {self.hard}; wanted 0 to 1")
+        if self.precision not in PRECISIONS:
+            problems.append(
+                f"shrink.precision is {self.precision!r}; wanted one of {', '.join(PRECISIONS)}"
+            )
+        if self.student is not None and self._cuts:
+            problems.append(
+                "shrink.student is given with shrink.blocks, mlp or kv_heads; wanted a smaller "
+                "model or a cut of the original, not both"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def _cuts(self) -> bool:
+        return any(getattr(self, name) is not None for name in SIZES)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a smaller model is wanted."""
+        return self._cuts or self.student is not None
+
+    def student_folder(self) -> Path | None:
+        """The folder of the given student, if any; raises UserError where no model is there."""
+        if self.student is None:
+            return None
+        folder = Path(self.student).expanduser()
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"shrink.student={self.student}: no config.json there; wanted the folder of a model"
+            )
+        return folder
+
+    def size(self, config: PretrainedConfig) -> Size:
+        """What a model of this configuration is cut to. Raises UserError where it cannot be."""
+        whole = size_of(config)
+        wanted = Size(
+            self.blocks or whole.blocks, self.kv_heads or whole.kv_heads, self.mlp or whole.mlp
+        )
+        cutting.refuse(config, wanted)
+        return wanted
+
+    def planned(self, described: dict[str, Any], config: PretrainedConfig) -> PretrainedConfig:
+        """The student's configuration, before it is known which parts of the original stay."""
+        if folder := self.student_folder():
+            return read_config(folder, trust_remote_code=False)
+        size = self.size(config)
+        cut = Cut(list(range(size.blocks)), [list(range(size.kv_heads))], [list(range(size.mlp))])
+        return type(config).from_dict(cutting.cut_config(described, config, cut))
+
+    def run(self, run: Run, out: Path) -> dict[str, Any]:
+        self._refuse_what_cannot_be(run)
+        held, given = run.work / "heldout", run.work / "given"
+        said = _once(held, lambda folder: self._keep_heldout(run, folder))
+        cut = _once(given, lambda folder: self._give(run, folder))
+        before = _distance(run, given, held)
+        logger.info(f"  untrained: held-out KL {before.kl:.4f}, perplexity {before.ppl:.2f}")
+        taught = self._taught(run, given, held, out) if self.samples else {"kept": False}
+        if not taught["kept"]:
+            checkpoint.hand_on(given, out)
+        after = _distance(run, out, held)
+        logger.info(f"  in the end: held-out KL {after.kl:.4f}, perplexity {after.ppl:.2f}")
+        kls = {"before": before.kl, "after": after.kl}
+        return {
+            **cut,
+            "ppl": {"original": said["ppl"], "before": before.ppl, "after": after.ppl},
+            "kl": kls,
+            "heldout_kl": kls,
+            **taught,
+        }
+
+    def _refuse_what_cannot_be(self, run: Run) -> None:
+        """Raise UserError, before anything is computed, for a cut or a student that cannot be."""
+        original, trust = run.artifacts["dense"], run.config.model.trust_remote_code
+        config, given = read_config(original, trust), self.student_folder()
+        if given is None:
+            self.size(config)
+            return
+        labels.shared_vocabulary(given, original, trust, option="shrink.student")
+        found = read_config(given, trust).get_text_config().vocab_size
+        wanted = config.get_text_config().vocab_size
+        if found != wanted:
+            raise UserError(
+                f"shrink.student={self.student}: an output of {found} tokens, padding counted, "
+                f"where the original's has {wanted}; wanted as many"
+            )
+
+    def _keep_heldout(self, run: Run, folder: Path) -> dict[str, Any]:
+        """Keep in `folder` what the original says of the held-out text."""
+        config = read_config(run.original, run.config.model.trust_remote_code)
+        return {"ppl": heldout.record(run, heldout.windows(run, config), folder)}
+
+    def _give(self, run: Run, folder: Path) -> dict[str, Any]:
+        """Make `folder` the student that is to learn; what it is beside the original."""
+        original, options = run.artifacts["dense"], run.config.model
+        given, removed = self.student_folder(), list[Removal]()
+        if given is not None:
+            checkpoint.hand_on(given, folder)
+        else:
+            model = _blocks(run, getattr(torch, self.precision))
+            size = self.size(model.config)
+            text = self._windows(run, model.config, self.windows, run.config.seed)
+            cut, removed = choose(model, text, run.work, size)
+            dtype = storage_dtype(model.config, options.dtype)
+            cutting.write_cut(original, folder, model.config, model.prefix, cut, dtype)
+        configs = [read_config(f, options.trust_remote_code) for f in (original, folder)]
+        sizes = [asdict(size_of(config)) for config in configs]
+        counts = [sum(tensor_elements(f).values()) for f in (original, folder)]
+        weights = [sum(tensor_bytes(f).values()) for f in (original, folder)]
+        return {
+            "student": given.name if given else None,
+            "size": dict(zip(("before", "after"), sizes, strict=True)),
+            "left_out": [asdict(removal) for removal in removed],
+            "parameters": dict(zip(("before", "after"), counts, strict=True)),
+            "bytes": dict(zip(("before", "after"), weights, strict=True)),
+        }
+
+    def _taught(self, run: Run, given: Path, held: Path, out: Path) -> dict[str, Any]:
+        """Train the student in `given`; where that makes it better, write it to `out`."""
+        config = run.config
+        made = self._labels(run)
+        model = load_exact(given, config)
+        objective = Objective("kl", hard=self.hard)
+        precision = getattr(torch, self.precision)
+        batch = min(self.batch, len(made))
+        steps = self.epochs * (len(made) // batch)
+        rows = order(len(made), self.epochs, config.seed)
+        weights = dict(model.named_parameters())
+
+        def loss_of(step: int) -> Tensor:
+            windows = made.batch(rows[step * batch : (step + 1) * batch])
+            return student.loss(
+                model, windows, objective, precision=precision, recompute=self.recompute
+            )
+
+        history = train(
+            [(self.rate, weights)],
+            loss_of,
+            lambda: heldout.distance_of(model, held).kl,
+            Schedule(steps, measures=self.measures, patience=self.patience),
+            run.work,
+            what="shrink",
+            dtype=storage_dtype(model.config, config.model.dtype),
+        )
+        kept = history.best_step > 0
+        if kept:
+            best = {stored_name(model.config, name): t for name, t in history.best.items()}
+            checkpoint.rewrite(given, out, best, describe(given))
+        done, step_tokens = history.curve[-1]["step"], made.figures["tokens"] * batch // len(made)
+        multiplied = labels.linear_weights(given, config.model.trust_remote_code)
+        return {
+            "labels": made.figures,
+            "trained_parameters": sum(p.numel() for p in weights.values()),
+            "steps": done,
+            "best_step": history.best_step,
+            "tokens": done * step_tokens,
+            "flops": 6 * multiplied * done * step_tokens,
+            "curve": [
+                {"step": p["step"], "tokens": p["step"] * step_tokens, "kl": p["value"]}
+                for p in history.curve
+            ],
+            "kept": kept,
+            "notes": [] if kept else ["no step improved the student; it stays as it was cut"],
+        }
+
+    def _labels(self, run: Run) -> Labels:
+        """The original's labels, which stay beside the stages: other settings read them again."""
+        original, trust = run.artifacts["dense"], run.config.model.trust_remote_code
+        config = read_config(original, trust)
+        stages, name = run.work.parent.parent, "shrink_labels"
+        return labels.make(
+            Artifact(name, stages / name, stages),
+            Teacher(
+                original,
+                config.get_text_config().vocab_size,
+                self.top_k,
+                getattr(torch, self.precision),
+                run.config.device,
+                trust,
+            ),
+            self._windows(run, config, self.samples, run.config.seed + 1),
+        )
+
+    def _windows(self, run: Run, config: PretrainedConfig, count: int, seed: int) -> data.Windows:
+        """Text from the data of the run, without what is held out."""
+        rest, _, _ = data.split(run.config.data)
+        return data.windows(
+            rest,
+            AutoTokenizer.from_pretrained(
+                run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
+            ),
+            count=count,
+            length=min(self.length, config.get_text_config().max_position_embeddings),
+            seed=seed,
+            description=run.config.data.source,
+        )
+
+
+def _blocks(run: Run, dtype: torch.dtype) -> BlockModel:
+    return BlockModel(
+        run.artifacts["dense"],
+        device=run.config.device,
+        dtype=dtype,
+        trust_remote_code=run.config.model.trust_remote_code,
+    )
+
+
+def _distance(run: Run, folder: Path, held: Path) -> Distance:
+    return heldout.distance(
+        folder,
+        held,
+        device=run.config.device,
+        trust_remote_code=run.config.model.trust_remote_code,
+    )
+
+
+def _once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """The figures of what `make` writes into `folder`, made whole or not at all."""
+    file = folder.with_suffix(".json")
+    if not file.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        write_json(file, make(folder))
+    return json.loads(file.read_text(encoding="utf-8"))
