@@ -24,6 +24,7 @@ from compress.runtime.server.answers import Served
 from compress.runtime.server.app import build
 from compress.runtime.server.engine import Engine, Limits
 from compress.runtime.server.metrics import Metrics
+from compress.runtime.server.overlong import REFUSE, RULES
 
 KEY_VARIABLE = "COMPRESS_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -40,8 +41,9 @@ class Options:
     host, port: where to listen; port 0: any that is free. device: cpu, cuda, or auto. backend: of
     the kernels; null: the device's own. running, waiting, kv_tokens, batch_tokens: see Limits.
     prompt_tokens, new_tokens: the most that a request may bring, and ask for; null: what the
-    model's context holds. grace: seconds that requests have to finish after SIGTERM. The API key,
-    if there is to be one, is in the environment as COMPRESS_API_KEY.
+    model's context holds. overlong: what becomes of a prompt that is longer: refuse, or what is
+    cut of it, start, middle or end. grace: seconds that requests have to finish after SIGTERM. The
+    API key, if there is to be one, is in the environment as COMPRESS_API_KEY.
     """
 
     checkpoint: str = "???"
@@ -56,6 +58,7 @@ class Options:
     batch_tokens: int = Limits.batch_tokens
     prompt_tokens: int | None = None
     new_tokens: int | None = None
+    overlong: str = REFUSE
     grace: float = 30.0
     trust_remote_code: bool = False
 
@@ -69,6 +72,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 problems.append(f"{name} is {value}; wanted at least 1, or null")
+        if self.overlong not in RULES:
+            problems.append(f"overlong is {self.overlong!r}; wanted one of {', '.join(RULES)}")
         if problems:
             raise ConfigError(problems)
         self.device = devices.picked(self.device)
@@ -109,6 +114,7 @@ def served(settings: Options) -> Served:
         context=context,
         prompt_tokens=min(settings.prompt_tokens or context, context - 1),
         new_tokens=min(settings.new_tokens or context, context - 1),
+        overlong=settings.overlong,
     )
 
 

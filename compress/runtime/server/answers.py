@@ -2,9 +2,10 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -14,6 +15,7 @@ from compress.runtime.generate import encode
 from compress.runtime.server.engine import Engine, EngineError, QueueFullError
 from compress.runtime.server.errors import Refusal, busy, stopping
 from compress.runtime.server.metrics import Metrics, Watch
+from compress.runtime.server.overlong import REFUSE, Message, cut, cut_chat
 from compress.runtime.server.protocol import Chat, Common, Completion
 from compress.runtime.server.sampling import Sampling
 from compress.runtime.server.text import Decoder, Stop
@@ -25,6 +27,7 @@ class Served:
 
     vocabulary: rows of the embedding. prompt_tokens, new_tokens: the most that a request may bring,
     and ask for. context: what the model holds of both together, and the KV cache of one request.
+    overlong: what becomes of a prompt that is longer, one of overlong.RULES.
     defaults: how the checkpoint's own generation config draws tokens.
     """
 
@@ -38,17 +41,19 @@ class Served:
     context: int
     prompt_tokens: int
     new_tokens: int
+    overlong: str = REFUSE
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass
 class Answer:
-    """One answer as it grows."""
+    """One answer as it grows. cut: tokens that were taken from its prompt, which was too long."""
 
     prompt: list[int]
     most: int
     sampling: Sampling | None
     stops: list[str]
+    cut: int = 0
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
     new_tokens: int = 0
@@ -67,35 +72,57 @@ def begin(served: Served, body: Common) -> Answer:
             404, f"no model {body.model!r}; there is {served.name!r}",
             param="model", code="model_not_found",
         )  # fmt: skip
-    prompt = _prompt(served, body)
+    whole = _prompt(served, body)
+    prompt = whole if served.overlong == REFUSE else _fitting(served, body, whole)
     most = _most(served, len(prompt), body.new_tokens())
-    return Answer(prompt, most, _sampling(served.defaults, body), body.stops())
+    dropped = len(whole) - len(prompt)
+    return Answer(prompt, most, _sampling(served.defaults, body), body.stops(), dropped)
 
 
 def _prompt(served: Served, body: Common) -> list[int]:
-    tokenizer = served.tokenizer
+    """The prompt's tokens, however many."""
     if isinstance(body, Completion):
-        if isinstance(body.prompt, list):
-            return _known(body.prompt, served.vocabulary)
-        text = body.prompt
+        given = body.prompt
+        ids = given if isinstance(given, list) else _encoded(served, given)
     else:
         assert isinstance(body, Chat)
-        if not tokenizer.chat_template:
-            raise Refusal(400, f"{served.name} has no chat template; wanted /v1/completions")
-        try:
-            text = tokenizer.apply_chat_template(
-                [message.plain() for message in body.messages],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except TemplateError as error:
-            raise Refusal(
-                400, f"the chat template refuses it: {error}", param="messages"
-            ) from error
-    ids: list[int] = encode(tokenizer, [text], 0)[0][0].tolist() if text else []
+        ids = _conversation(served, [message.plain() for message in body.messages])
     if not ids:
         raise Refusal(400, "the prompt is empty", param="prompt")
     return _known(ids, served.vocabulary)
+
+
+def _encoded(served: Served, text: str) -> list[int]:
+    return encode(served.tokenizer, [text], 0)[0][0].tolist() if text else []
+
+
+def _conversation(served: Served, messages: Sequence[Message]) -> list[int]:
+    """The tokens of `messages`, through the chat template."""
+    tokenizer = served.tokenizer
+    if not tokenizer.chat_template:
+        raise Refusal(400, f"{served.name} has no chat template; wanted /v1/completions")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise Refusal(400, f"the chat template refuses it: {error}", param="messages") from error
+    return _encoded(served, str(text))
+
+
+def _fitting(served: Served, body: Common, ids: list[int]) -> list[int]:
+    """`ids`, the prompt's tokens, cut by the server's rule where they are too many.
+
+    They leave room for the answer: the tokens that are asked for, and where none are, those that
+    may be, a quarter of the context at most.
+    """
+    answer = body.new_tokens() or min(served.new_tokens, served.context // 4)
+    most = min(served.prompt_tokens, max(1, served.context - answer))
+    if len(ids) <= most:
+        return ids
+    if isinstance(body, Chat):
+        messages = [message.plain() for message in body.messages]
+        of = partial(_conversation, served)
+        return cut_chat(messages, of, served.tokenizer, most, served.overlong)
+    return cut(ids, most, served.overlong)
 
 
 def _known(ids: list[int], vocabulary: int) -> list[int]:
@@ -148,7 +175,7 @@ async def pieces(served: Served, answer: Answer) -> AsyncGenerator[str]:
 
     Raises Refusal where the queue is full or the engine stops. Leaving early gives up the request.
     """
-    watch = Watch(served.metrics, len(answer.prompt))
+    watch = Watch(served.metrics, len(answer.prompt), answer.cut)
     decoder, stop = Decoder(served.tokenizer), Stop(answer.stops)
     outcome = "abandoned"
     try:

@@ -20,6 +20,8 @@ from compress.runtime.server.wire import CHAT, TEXT, Form
 
 BODY_BYTES = 4 << 20
 """A longer body is refused unread: it holds text of about a million tokens."""
+CUT = "X-Prompt-Tokens-Cut"
+"""The header that says how many tokens were cut from a prompt that was too long."""
 GONE = 499
 """The status, as nginx has it, of what no client waits for."""
 
@@ -82,16 +84,17 @@ def build(served: Served, api_key: str | None) -> Starlette:
 async def _answer(served: Served, request: Request, form: Form, body: Common) -> Response:
     answer = answers.begin(served, body)
     pieces = answers.pieces(served, answer)
+    headers = {CUT: str(answer.cut)} if answer.cut else {}
     if not body.stream:
         text = await _unless_gone(request, _joined(pieces))
-        return JSONResponse(wire.whole(form, served.name, answer, text))
+        return JSONResponse(wire.whole(form, served.name, answer, text), headers=headers)
     # The first piece before the headers, so that a full queue is a status of its own.
     first = await _unless_gone(request, _first(pieces))
     usage = body.stream_options is not None and body.stream_options.include_usage
     return StreamingResponse(
         wire.events(form, served.name, answer, pieces, first, usage),
         media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache"},
+        headers={"Cache-Control": "no-cache"} | headers,
     )
 
 

@@ -41,6 +41,7 @@ class Metrics:
             engine.limits.kv_tokens
         )
         self.prompt_tokens = counter("prompt_tokens", "tokens of prompts that were read")
+        self.cut_tokens = counter("prompt_tokens_cut", "tokens cut from prompts that were too long")
         self.new_tokens = counter("new_tokens", "tokens made")
         self.requests = counter("requests", "requests by how they ended", "outcome")
         self.ttft = histogram("time_to_first_token_seconds", "from the request to its first token")
@@ -55,9 +56,9 @@ class Metrics:
 class Watch:
     """Times one request."""
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+    def __init__(self, metrics: Metrics, prompt_tokens: int, cut_tokens: int) -> None:
         self._metrics = metrics
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens, self._cut_tokens = prompt_tokens, cut_tokens
         self._begun = time.perf_counter()
         self._last: float | None = None
 
@@ -66,6 +67,7 @@ class Watch:
         now = time.perf_counter()
         if self._last is None:
             self._metrics.prompt_tokens.inc(self._prompt_tokens)
+            self._metrics.cut_tokens.inc(self._cut_tokens)
             self._metrics.ttft.observe(now - self._begun)
         else:
             self._metrics.tpot.observe((now - self._last) / tokens)
