@@ -10,6 +10,8 @@
     window    tokens that the model is served with; default: its own
     beams     of the beam search that is weighed; default 4
     engine    any, vllm, sglang, transformers or native: decides which linears are quantized
+    scheme    of the weights beside which caches and batches are planned, such as W8A8; default:
+              the mildest that fits
     seed      of the arrivals at `rate`; default 0
     out       folder of plan.json and plan.html; default runs/plan/MODEL
 
@@ -45,6 +47,7 @@ class Options:
     window: int | None = None
     beams: int = 4
     engine: str = "any"
+    scheme: str | None = None
     seed: int = 0
     out: str | None = None
 
@@ -94,6 +97,7 @@ def main(words: list[str]) -> None:
             window=asked.window or shape.positions,
             beams=asked.beams,
             engine=asked.engine,
+            scheme=asked.scheme,
         )
     )
     plan["advice"] = advice.advice(plan)

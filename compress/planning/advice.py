@@ -49,7 +49,7 @@ def _cache(plan: Figures) -> Iterator[tuple[str, str]]:
         f"Allocate the KV cache in pages: {words.count(paged['requests'])} requests fit at once; "
         f"with room for the longest in each, {words.count(most['requests'])}. Without pages, "
         f"allocate for {words.count(p80['p80'])} tokens (p80) and more for the fifth that is "
-        f"longer: {words.percent(saved)} saved, {words.count(p80['requests'])} requests.",
+        f"longer: {words.percent(saved)} saved, {words.several(p80['requests'], 'request')}.",
     )
     first = next(row for row in plan["schemes"] if row["scheme"] == plan["base"])
     batches = first["largest_batch"]
@@ -115,12 +115,12 @@ def _context(plan: Figures) -> Iterator[tuple[str, str]]:
     yield (
         "context",
         f"{words.percent(found['share'])} of the requests are over the window of {window} tokens. "
-        f"{_chosen(found)} KV cache and TTFT of each of them: {costs}.",
+        f"{_chosen(found, plan['base'])} KV cache and TTFT of each of them: {costs}.",
     )
 
 
-def _chosen(found: Figures) -> str:
-    """The way that is advised, and why."""
+def _chosen(found: Figures, base: str) -> str:
+    """The way that is advised, and why. base: the scheme of the weights."""
     dropped = words.percent(found["dropped"])
     extended, summarized = found["ways"]["extend"], found["ways"]["summaries"]
     parts = words.significant(found["parts"], 2)
@@ -135,7 +135,7 @@ def _chosen(found: Figures) -> str:
                 "of their prompts."
             )
     if extended["at_once"] < 1:
-        why = "a longer window does not fit beside the weights"
+        why = f"a longer window does not fit beside the weights in {base}"
     elif extended["ttft_s"] > summarized["ttft_s"]:
         why = "that begins to answer sooner than a longer window"
     else:

@@ -6,6 +6,7 @@ merging, Chang et al., BooookScore, 2024; here in two stages).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -107,6 +108,16 @@ def _choice(found: dict[str, Any]) -> str:
     if found["share"] <= RARE or extended["at_once"] < 1:
         return "summaries"
     return "extend" if extended["ttft_s"] <= summarized["ttft_s"] else "summaries"
+
+
+def within(requests: Sequence[Request], window: int) -> list[Request]:
+    """The requests as a model with this window can serve them: prompts cut, and long answers."""
+    return [
+        r
+        if r.total <= window
+        else replace(r, prompt=_kept(r, window), new=min(r.new, max(1, window - 1)))
+        for r in requests
+    ]
 
 
 def _cut(requests: Sequence[Request], window: int) -> int:

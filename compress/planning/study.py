@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.errors import UserError
 from compress.planning import lengths, simulate
-from compress.planning.context import long_context
+from compress.planning.context import long_context, within
 from compress.planning.devices import CPU, Device
 from compress.planning.memory import (
     OVERHEAD,
@@ -30,8 +30,10 @@ class Question:
     """What is to be planned for.
 
     memory: bytes of the device. beams: of a beam search that is weighed. window: tokens that the
-    model is served with. engine: which linears may be quantized, as in the recipes. student: the
-    model with half of its blocks, for the figure on distillation.
+    model is served with; requests over it are planned for as cut to it. engine: which linears may
+    be quantized, as in the recipes. student: the model with half of its blocks, for the figure on
+    distillation. scheme: of the weights beside which caches and batches are planned; None: the
+    mildest that fits.
     """
 
     shape: Shape
@@ -42,11 +44,13 @@ class Question:
     window: int
     beams: int = 4
     engine: str = "any"
+    scheme: str | None = None
 
 
 def study(question: Question) -> dict[str, Any]:
     """The plan. Raises UserError where not even the smallest scheme leaves room for a request."""
-    shape, memory = question.shape, question.memory
+    shape, memory, asked = question.shape, question.memory, question.requests
+    question = replace(question, requests=within(asked, question.window))
     schemes, refused = all_schemes(shape, question.engine, on_cpu=question.device.name == CPU)
     longest = max(request.total for request in question.requests)
     mean = lengths.summarized(question.requests)["total"]["mean"]
@@ -61,7 +65,7 @@ def study(question: Question) -> dict[str, Any]:
             f"{smallest.scheme}, the smallest scheme; wanted memory={wanted}MB or more, shorter "
             "requests, or a smaller model"
         )
-    base = fitting[0]
+    base = _base(fitting, question.scheme)
     clock = Clock(shape, base, question.device)
     room = cache_room(shape, base, memory, longest)
     return {
@@ -77,13 +81,23 @@ def study(question: Question) -> dict[str, Any]:
         "schemes": rows,
         "refused": refused,
         "base": base.scheme,
-        "requests": lengths.summarized(question.requests),
+        "requests": lengths.summarized(asked),
+        "longest": longest,
         "reservations": lengths.reservations(question.requests, clock, room),
         "decoding": lengths.decoding(question.requests, clock, room, question.beams),
         "batching": _batching(question, clock, room, longest),
-        "long_context": long_context(question.requests, clock, question.window, memory),
+        "long_context": long_context(asked, clock, question.window, memory),
         "student": _student(question, base, longest),
     }
+
+
+def _base(fitting: Sequence[Weights], scheme: str | None) -> Weights:
+    """The weights that are planned for."""
+    found = [weights for weights in fitting if scheme in (None, weights.scheme)]
+    if not found:
+        names = ", ".join(weights.scheme for weights in fitting)
+        raise UserError(f"scheme={scheme}: does not fit, or is none; wanted one of {names}")
+    return found[0]
 
 
 def _scheme(question: Question, weights: Weights, longest: int, mean: float) -> dict[str, Any]:

@@ -111,6 +111,11 @@ def reservation_rows(plan: Mapping[str, Any]) -> list[list[str]]:
 RESERVATION_HEAD = ["KV cache allocated for", "a request", "at once"]
 
 
+def which_longest(plan: Mapping[str, Any]) -> str:
+    """What the longest request is that is planned for."""
+    return "the longest, cut to the window" if plan["long_context"]["over"] else "the longest"
+
+
 def window_rows(plan: Mapping[str, Any]) -> list[list[str]]:
     """What windows up to the longest request leave out, and take."""
     return [
@@ -156,7 +161,7 @@ CONTEXT_HEAD = ["way", "prompt read", "KV cache", "at once", "TTFT", "answered",
 
 
 def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
-    memory, longest = words.size(plan["memory"]), words.count(plan["requests"]["total"]["max"])
+    memory, longest = words.size(plan["memory"]), words.count(plan["longest"])
     device = plan["device"]
     yield f"{plan['model']}: {words.many(plan['parameters'])} parameters, on {device['name']}"
     yield f"with {memory}, of which {words.size(plan['overhead'])} are left to driver and engine."
@@ -164,7 +169,7 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     kinds = ", ".join(f"{kind}: {words.size(size)}" for kind, size in plan["kv_cache"].items())
     yield f"KV cache a token, by serve.kv_cache: {kinds}"
     yield ""
-    yield f"What fits: requests of {longest} tokens (the longest); TPOT by requests at once"
+    yield f"What fits: requests of {longest} tokens ({which_longest(plan)}); TPOT by batch size"
     yield from table(scheme_head(plan), scheme_rows(plan))
     yield from left_out(plan)
     yield ""

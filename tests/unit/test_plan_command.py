@@ -146,6 +146,21 @@ def test_a_folder_that_cannot_be_written_is_refused_before_planning(
         main([f"model={config}", f"out={config}/x"])
 
 
+def test_caches_are_planned_beside_the_scheme_that_is_asked_for(
+    config: Path, tmp_path: Path
+) -> None:
+    words = [f"model={config}", "memory=1GB", f"out={tmp_path / 'out'}"]
+    at_once = {}
+    for scheme in ("16 bit", "W8A8"):
+        main([*words, f"scheme={scheme}"])
+        found = json.loads((tmp_path / "out/plan.json").read_text())
+        assert found["base"] == scheme
+        at_once[scheme] = {row["rule"]: row["requests"] for row in found["reservations"]}
+    assert at_once["W8A8"]["paged"] > at_once["16 bit"]["paged"]
+    with pytest.raises(UserError, match="scheme=W3A3: does not fit, or is none; wanted one of 16"):
+        main([*words, "scheme=W3A3"])
+
+
 def test_the_usage_names_every_option() -> None:
     assert plan.__doc__ is not None
     for field in dataclasses.fields(plan.Options):

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from compress.planning import tables
 from compress.planning.advice import advice
-from compress.planning.context import long_context
+from compress.planning.context import long_context, within
 from compress.planning.devices import GPUS, Device, Roofline
 from compress.planning.memory import OVERHEAD, cache_room, weights_of
 from compress.planning.requests import Request
@@ -144,6 +144,20 @@ def test_a_window_that_answers_later_than_summaries_is_not_advised(clock: Clock)
     found = long_context(huge, clock, 1000, 10**10)
     assert found["ways"]["extend"]["ttft_s"] > found["ways"]["summaries"]["ttft_s"]
     assert found["choice"] == "summaries"
+
+
+def test_requests_over_the_window_are_cut_to_it() -> None:
+    asked = [Request(100, 10, 1.0), LONG, Request(3000, 5000)]
+    assert within(asked, 1000) == [asked[0], Request(900, 100), Request(1, 999)]
+
+
+def test_what_does_not_fit_whole_is_planned_for_in_the_window(small: Shape) -> None:
+    plan = plan_of(small, [*SHORT, Request(100_000, 100)], 1000)  # 400 MB of KV cache
+    assert plan["longest"] == 1000
+    assert plan["requests"]["total"]["max"] == 100_100
+    (said,) = (one["text"] for one in plan["advice"] if one["about"] == "context")
+    assert "a longer window does not fit beside the weights" in said
+    assert "requests of 1,000 tokens (the longest, cut to the window)" in tables.console(plan)
 
 
 def plan_of(shape: Shape, requests: list[Request], window: int) -> dict[str, Any]:

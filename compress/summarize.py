@@ -1,0 +1,92 @@
+"""Ask a model about a text that is longer than its window, in two stages: docs/scenarios.md.
+
+python -m compress.summarize checkpoint=DIR file=TEXT.txt [question="…"] [field=value ...]
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from compress import options
+from compress.errors import ConfigError, UserError
+from compress.runtime import devices
+from compress.runtime.generate import chat_prompt, generate
+from compress.runtime.loader import load_with_tokenizer
+from compress.runtime.summary import summarize
+
+
+@dataclass(kw_only=True)
+class Options:
+    """checkpoint: a model's folder, compressed or not. file: the text. question: what to answer
+    from it.
+
+    window: tokens that the model may hold; null: its own. summary_tokens: of the summary of a part.
+    answer_tokens: of the answer. batch_size: parts that are summarized at a time. device: cpu,
+    cuda, or auto. backend: of the kernels. show: print the summaries too.
+    """
+
+    checkpoint: str = "???"
+    file: str = "???"
+    question: str = "Summarize the whole text in one paragraph."
+    window: int | None = None
+    summary_tokens: int = 256
+    answer_tokens: int = 256
+    batch_size: int = 1
+    device: str = "auto"
+    backend: str | None = None
+    show: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        problems = devices.problems(self.device)
+        for name in ("window", "summary_tokens", "answer_tokens", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                problems.append(f"{name} is {value}; wanted at least 1")
+        if problems:
+            raise ConfigError(problems)
+        self.device = devices.picked(self.device)
+
+
+def main(words: list[str]) -> None:
+    """Read the text, summarize its parts, print the answer."""
+    asked = options.parsed(Options, words)
+    try:
+        text = Path(asked.file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"file={asked.file}: cannot be read as text: {error}") from error
+    if not text:
+        raise UserError(f"file={asked.file}: empty; wanted a text")
+    model, tokenizer = load_with_tokenizer(
+        Path(asked.checkpoint).expanduser(),
+        device=asked.device,
+        backend=asked.backend,
+        trust_remote_code=asked.trust_remote_code,
+    )
+    write = partial(generate, model, tokenizer, batch_size=asked.batch_size)
+
+    def ask(prompts: list[str], tokens: int) -> list[str]:
+        return write([chat_prompt(tokenizer, one) for one in prompts], max_new_tokens=tokens)
+
+    begun = time.monotonic()
+    found = summarize(
+        text,
+        asked.question,
+        ask,
+        tokenizer,
+        window=asked.window or model.config.get_text_config().max_position_embeddings,
+        summary_tokens=asked.summary_tokens,
+        answer_tokens=asked.answer_tokens,
+    )
+    if asked.show:
+        for number, summaries in enumerate(found.rounds, 1):
+            sys.stdout.writelines(f"[{number}] {summary}\n\n" for summary in summaries)
+    sys.stdout.write(f"{found.answer}\n")
+    parts = ", then ".join(str(len(summaries)) for summaries in found.rounds)
+    sys.stderr.write(f"compress: {parts} parts, {time.monotonic() - begun:.0f} s\n")
+
+
+if __name__ == "__main__":
+    options.run(main, f"{__doc__}\n{Options.__doc__}\n")
