@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from safetensors import SafetensorError
 
-from compress import arguments
+from compress import arguments, processes
 from compress import config as schema
 from compress.arguments import CONF
 from compress.errors import GateError, UserError
@@ -48,10 +48,15 @@ def told_plainly() -> Iterator[None]:
         _end(f"{error}; what is done stays on disk")
     except KeyboardInterrupt:
         _end("stopped; the same command goes on from here", status=130)
+    except Exception:
+        if not processes.first_to_tell():
+            sys.exit(1)  # what was told before brought this about
+        raise
 
 
 def _end(message: str, status: int = 2) -> None:
-    print(f"compress: {message}", file=sys.stderr)
+    if processes.first_to_tell():
+        print(f"compress: {message}", file=sys.stderr)
     sys.exit(status)
 
 
@@ -95,7 +100,13 @@ def runner(jobs: Jobs) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Entry of `python -m compress`.
+    """Entry of `python -m compress`, in each of the processes that `accelerate launch` starts."""
+    with told_plainly():
+        processes.lead(command)
+
+
+def command() -> None:
+    """Do what the command line says.
 
     Status 2 and one line on stderr: a user's mistake. Status 3: all was run and written, and a
     result breaks the recipe's own limits (score.gate); the reasons are on stderr.
@@ -103,19 +114,18 @@ def main() -> None:
     words = sys.argv[1:]
     shows_help = any(word in ("--help", "-h", "--hydra-help", "--version") for word in words)
     schema.register()
-    with told_plainly():
-        if "recipe=?" in words:
-            print(arguments.listed(recipes()))
-            return
-        words = arguments.prepared(words)
-        if not shows_help:
-            arguments.check(words, recipes())
-        elif not any(word.startswith("recipe=") for word in words):
-            words.append("recipe=tiny")  # Hydra shows a whole configuration, so it needs one
-        sys.argv[1:] = words
-        jobs = Jobs()
-        runner(jobs)()
-        jobs.compare()
+    if "recipe=?" in words:
+        print(arguments.listed(recipes()))
+        return
+    words = arguments.prepared(words)
+    if not shows_help:
+        arguments.check(words, recipes())
+    elif not any(word.startswith("recipe=") for word in words):
+        words.append("recipe=tiny")  # Hydra shows a whole configuration, so it needs one
+    sys.argv[1:] = words
+    jobs = Jobs()
+    runner(jobs)()
+    jobs.compare()
     if jobs.broken:
         _end("\ncompress: ".join(jobs.broken), status=3)
 

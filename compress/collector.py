@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from compress import processes
 from compress.errors import UserError
 
 OUTLIER = 6.0  # times the root mean square of the layer's input
@@ -69,9 +70,12 @@ class Collector:
         outlier_share [K], output_absmax [N], tokens [], rows [R, K].
 
         relative: root mean square after each token was divided by its own, which is how an input
-        quantized per token looks to the quantizer. Raises UserError where a linear saw nothing,
+        quantized per token looks to the quantizer. Of several processes that each saw a share of
+        the windows, all give what came of the whole. Raises UserError where a linear saw nothing,
         or something not finite.
         """
+        own = {name: _on_cpu(sums) for name, sums in self._sums.items()}
+        self._take_in(processes.gathered((self.owner, own, _on_cpu(self._outputs))))
         found = {}
         for name in self.linears:
             sums = self._sums.get(self.owner.get(name, ""))
@@ -94,8 +98,19 @@ class Collector:
                 "rows": sums["rows"],
             }
             for key, value in statistics.items():
-                found[f"{name}.{key}"] = value.cpu().contiguous().clone()
+                found[f"{name}.{key}"] = value.contiguous().clone()
         return found
+
+    def _take_in(self, parts: list[tuple[dict[str, str], dict[str, Sums], Sums]]) -> None:
+        """Be what the collectors of all processes are together; `parts` in their order."""
+        self._sums, self._outputs = {}, {}
+        for owner, sums, outputs in parts:
+            self.owner |= owner
+            for name, part in sums.items():
+                before = self._sums.get(name)
+                self._sums[name] = part if before is None else _merged(before, part)
+            for name, largest in outputs.items():
+                self._outputs[name] = torch.maximum(self._outputs.get(name, largest), largest)
 
 
 def picked_rows(mask: Tensor, rows: int) -> Tensor:
@@ -152,6 +167,10 @@ def layer_figures(folder: Path, blocks: int) -> dict[str, Any]:
         "largest_activation": largest,
         "layers": layers,
     }
+
+
+def _on_cpu(sums: Sums) -> Sums:
+    return {key: value.cpu() for key, value in sums.items()}
 
 
 def _sums(x: Tensor) -> Sums:

@@ -16,7 +16,8 @@ and written at a time; files are read and written, not mapped, since mapped page
 process's own.
 
 Killed at any moment, a process that opens the folder again finds the states of the last commit,
-and no trace of what was written after it.
+and no trace of what was written after it. Several processes can move one stream: each opens the
+folder, `batches` gives each its share, and all of them `commit`.
 """
 
 import json
@@ -28,6 +29,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from compress import processes
 from compress.artifact import write_json
 from compress.errors import UserError
 
@@ -121,8 +123,10 @@ class HiddenStates:
         return found
 
     def batches(self, name: str, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """The whole stream, `size` windows at a time: their rows, and the states [b, T, H]."""
-        for first in range(0, self.shape(name)[0], size):
+        """The whole stream, `size` windows at a time: their rows, and the states [b, T, H]. Of
+        several processes each gets its share.
+        """
+        for first in processes.share(range(0, self.shape(name)[0], size)):
             rows = slice(first, first + size)
             yield rows, self.read(name, rows)
 
@@ -136,7 +140,8 @@ class HiddenStates:
         if states.shape != (len(numbers), t, h):
             raise ValueError(f"{name}: {list(states.shape)} for {len(numbers)} x {t} x {h}")
         file = self._file(name, done + 1)
-        with file.open("r+b" if file.exists() else "wb", buffering=0) as opened:
+        file.touch()
+        with file.open("r+b", buffering=0) as opened:
             opened.seek(numbers.start * t * h * FLOAT32)
             _write(opened, states)
         self._written.setdefault(name, set()).update(numbers)
@@ -144,10 +149,14 @@ class HiddenStates:
     def commit(self, *names: str) -> None:
         """Let every stream of `names` have passed one block more: all of them, or none.
 
-        What they were before is removed. Raises ValueError where a window was not written.
+        What they were before is removed. Raises ValueError where a window was not written, by any
+        process.
         """
+        written = processes.gathered(self._written)
         for name in names:
-            missing = set(range(self.shape(name)[0])) - self._written.get(name, set())
+            missing = set(range(self.shape(name)[0])).difference(
+                *(windows.get(name, ()) for windows in written)
+            )
             if missing:
                 raise ValueError(f"{name}: windows {sorted(missing)} were not written")
         old = []
@@ -160,11 +169,13 @@ class HiddenStates:
             streams[name] = done + 1, shape
         self._note(streams)
         for name, file in zip(names, old, strict=True):
-            self._written.pop(name)
-            file.unlink()
+            self._written.pop(name, None)
+            if processes.leads():
+                file.unlink()
 
     def _note(self, streams: dict[str, tuple[int, list[int]]]) -> None:
-        write_json(self.folder / STATE, streams)
+        if processes.leads():
+            write_json(self.folder / STATE, streams)
         self._streams = streams
 
     def _file(self, name: str, done: int) -> Path:

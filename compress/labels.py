@@ -23,7 +23,7 @@ from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from compress import source
+from compress import processes, source
 from compress.algorithms.soft_labels import teacher_log_probabilities, top_k
 from compress.artifact import Artifact, write_json
 from compress.data import Windows
@@ -134,31 +134,37 @@ def _key(teacher: Teacher, windows: Windows) -> dict[str, Any]:
 
 def _write(place: Artifact, teacher: Teacher, windows: Windows) -> dict[str, Any]:
     """Write the parts that are not there; returns what all of them cost."""
-    model: BlockModel | None = None
-    chunks = range(0, len(windows.ids), CHUNK)
-    costs = []
-    for first in progress(chunks, "soft labels", "chunk", total=len(chunks)):
-        cost = place.work / f"{first:06d}.json"
-        if not cost.exists():
-            started = time.monotonic()
-            model = model or BlockModel(
-                teacher.folder,
-                device=teacher.device,
-                dtype=teacher.dtype,
-                trust_remote_code=teacher.trust_remote_code,
-            )
-            rows = slice(first, first + CHUNK)
-            file = place.out / f"{first:06d}.arrow"
-            mass = _write_part(file, model, teacher, windows.ids[rows], windows.mask[rows])
-            write_json(cost, {"seconds": time.monotonic() - started, "mass": mass})
-        costs.append(json.loads(cost.read_text()))
+    costs = {first: place.work / f"{first:06d}.json" for first in range(0, len(windows.ids), CHUNK)}
+    missing = [first for first, cost in costs.items() if not cost.exists()]
+    processes.everywhere(_write_parts, place, teacher, windows, missing)
+    told = [json.loads(cost.read_text()) for cost in costs.values()]
     return {
         "tokens": windows.tokens,
         "top_k": min(teacher.k, teacher.vocabulary),
-        "mass": sum(cost["mass"] for cost in costs) / windows.tokens,
-        "seconds": sum(cost["seconds"] for cost in costs),
+        "mass": sum(cost["mass"] for cost in told) / windows.tokens,
+        "seconds": sum(cost["seconds"] for cost in told),
         "flops": 2 * linear_weights(teacher.folder, teacher.trust_remote_code) * windows.tokens,
     }
+
+
+def _write_parts(place: Artifact, teacher: Teacher, windows: Windows, firsts: list[int]) -> None:
+    """Write the parts that begin with these windows: of several processes each a share of them."""
+    own = processes.share(firsts)
+    if not own:
+        return
+    model = BlockModel(
+        teacher.folder,
+        device=teacher.device,
+        dtype=teacher.dtype,
+        trust_remote_code=teacher.trust_remote_code,
+    )
+    for first in progress(own, "soft labels", "chunk", total=len(own)):
+        started = time.monotonic()
+        rows = slice(first, first + CHUNK)
+        file = place.out / f"{first:06d}.arrow"
+        mass = _write_part(file, model, teacher, windows.ids[rows], windows.mask[rows])
+        cost = {"seconds": time.monotonic() - started, "mass": mass}
+        write_json(place.work / f"{first:06d}.json", cost)
 
 
 @torch.no_grad()
@@ -206,27 +212,29 @@ def linear_weights(folder: Path, trust_remote_code: bool) -> int:
     return inside + text.vocab_size * text.hidden_size
 
 
-def shared_vocabulary(teacher: Path, student: Path, trust_remote_code: bool) -> int:
-    """How many token ids the two models share: all that their tokenizer knows, without the rows by
-    which an output layer is padded. Raises UserError where their tokenizers differ, or the
-    teacher's cannot be read.
+def shared_vocabulary(
+    folder: Path, model: Path, trust_remote_code: bool, *, option: str = "distill.teacher"
+) -> int:
+    """How many token ids two models share: all that their tokenizer knows, without the rows by
+    which an output layer is padded. option: by which `folder` was given beside `model`. Raises
+    UserError where their tokenizers differ, or that of `folder` cannot be read.
     """
     try:
         one, other = (
-            AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code).get_vocab()
-            for folder in (teacher, student)
+            AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code).get_vocab()
+            for place in (folder, model)
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
-            f"distill.teacher={teacher}: no tokenizer that loads ({first_line(error)}); copy the "
+            f"{option}={folder}: no tokenizer that loads ({first_line(error)}); copy the "
             "files of the model's own there, if they are the same"
         ) from error
     if one != other:
         tokens = sorted(one.keys() | other.keys(), key=lambda t: one.get(t, len(one)))
         token = next(t for t in tokens if one.get(t) != other.get(t))
         raise UserError(
-            f"distill.teacher={teacher}: another vocabulary, of {len(one)} tokens where the model "
+            f"{option}={folder}: another vocabulary, of {len(one)} tokens where the model "
             f"has {len(other)}; {token!r} is number {one.get(token)} and {other.get(token)}; "
-            "wanted a teacher with the model's own tokenizer, or distill.teacher=null"
+            f"wanted one with the model's own tokenizer, or {option}=null"
         )
     return max(one.values()) + 1

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from compress import processes
+
 T = TypeVar("T")
 
 logger = logging.getLogger("compress")
@@ -64,5 +66,6 @@ def progress(
             dynamic_ncols=True,
             mininterval=0.5,
             leave=False,
+            disable=not processes.leads(),
         )
     )

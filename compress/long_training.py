@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress import processes
 from compress.algorithms.rope import skipping
 from compress.data import leading_ids
 from compress.errors import UserError
@@ -102,18 +103,23 @@ def loss_of(
 ) -> Tensor:
     """The mean loss in nats of a batch, each piece weighing as many tokens as it has.
 
-    Pieces shorter than `window` tokens are spread over its positions (`rope.skipping`).
+    Pieces shorter than `window` tokens are spread over its positions (`rope.skipping`). Of several
+    processes each gives the part of its share of the pieces; they draw positions alike.
     """
     tokens = sum(len(piece.ids) for piece in pieces)
     total = torch.zeros((), device=model.device)
-    for piece in pieces:
-        length = len(piece.ids)
-        positions = skipping(length, window, generator) if length < window else None
+    placed = [(piece, _positions(len(piece.ids), window, generator)) for piece in pieces]
+    for piece, positions in processes.share(placed):
         found = losses(model, piece.ids.unsqueeze(0).to(model.device), positions)[0]
         if piece.answer is not None:
             found = found[piece.answer.start - 1 : piece.answer.stop - 1]
-        total = total + found.mean() * (length / tokens)
+        total = total + found.mean() * (len(piece.ids) / tokens)
     return total
+
+
+def _positions(length: int, window: int, generator: torch.Generator) -> Tensor | None:
+    """Of a piece's tokens [length]; None: one after the other from 0 on."""
+    return skipping(length, window, generator) if length < window else None
 
 
 def fine_tune(

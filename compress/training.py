@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress import processes
 from compress.log import progress
 
 KEEP_EVERY = 10  # steps between two states on disk
@@ -82,6 +83,9 @@ def train(
     measure(): the held-out figure, lower is better, taken with the parameters rounded to `dtype`
     as they will be stored. Killed at any step, the same call ends with the same bytes. Raises
     OSError where the disk is full; the state before stays.
+
+    Of several processes each calls this with the same parameters and a loss whose sum over them is
+    that of the step; all end with the same parameters.
     """
     parameters = {name: p for _, group in groups for name, p in group.items()}
     for parameter in parameters.values():
@@ -105,11 +109,12 @@ def train(
             group["lr"] = rate * schedule.rate(step)
         optimizer.zero_grad(set_to_none=True)
         loss_of(step).backward()
+        processes.sum_gradients(parameters.values())
         nn.utils.clip_grad_norm_(parameters.values(), schedule.clip)
         optimizer.step()
         if schedule.measured_after(step + 1):
             _note(history, step + 1, parameters, measure, dtype)
-        if (step + 1) % KEEP_EVERY == 0 or step + 1 == schedule.steps:
+        if ((step + 1) % KEEP_EVERY == 0 or step + 1 == schedule.steps) and processes.leads():
             _keep(file, step + 1, parameters, optimizer, history)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -129,7 +134,7 @@ def _note(
     exact = {name: p.detach().clone() for name, p in parameters.items()}
     for parameter in parameters.values():
         parameter.copy_(parameter.to(dtype))
-    value = measure()
+    value = processes.agreed(measure())
     if not history.curve or value < min(point["value"] for point in history.curve):
         history.best = {n: p.detach().to(dtype, copy=True) for n, p in parameters.items()}
         history.best_step = step

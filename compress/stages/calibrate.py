@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from compress import data, guards, heldout, hygiene, written
+from compress import data, guards, heldout, hygiene, processes, written
 from compress.collector import Collector, layer_figures, picked_rows
 from compress.errors import ConfigError
 from compress.hidden import HiddenStates, together
@@ -83,11 +83,7 @@ class Calibrate:
     @torch.no_grad()
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         config = run.config
-        model = BlockModel(
-            run.artifacts["dense"],
-            device=config.device,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        model = _model(run)
         if "quantize" in config.stages:
             preflight(model.config, config)  # refuses what would be refused after all this work
         dtype = storage_dtype(model.config, config.model.dtype)
@@ -122,14 +118,13 @@ class Calibrate:
         for stream in streams:
             if stream.name not in states:
                 states.create(stream.name, _embed(model, stream.windows, self.batch))
-        start = states.done("heldout")
-        blocks = range(start, len(model))
-        for index in progress(blocks, "calibrate", "block", total=len(model), done=start):
-            statistics = self._measure(model, index, states, streams, dtype)
-            save_file(statistics, out / f"block_{index:03d}.safetensors")
-            states.commit("calibration", "heldout")
+        processes.everywhere(self._through_blocks, run, streams, dtype, out)
+        states = HiddenStates(run.work)
 
-        perplexity = _keep_heldout(model, states, held, out)
+        if run.original == run.artifacts["dense"]:
+            perplexity = _keep_heldout(model, states, held, out)
+        else:
+            perplexity = heldout.record(run, held, out)
         calibration_perplexity = _perplexity(model, states, windows, held.ids)
         figures = layer_figures(out, len(model))
         later = hygiene.layer_notes(figures["layers"], windows, held)
@@ -152,15 +147,31 @@ class Calibrate:
             "notes": notes + later,
         }
 
+    @torch.no_grad()
+    def _through_blocks(
+        self, run: Run, streams: tuple[Stream, Stream], dtype: torch.dtype, out: Path
+    ) -> None:
+        """Send both streams through all blocks and write the statistics of each block; of several
+        processes each takes a share of the windows.
+        """
+        model, states = _model(run), HiddenStates(run.work)
+        processes.wait()  # opening the states removes what was written ahead
+        start = states.done("heldout")
+        blocks = range(start, len(model))
+        for index in progress(blocks, "calibrate", "block", total=len(model), done=start):
+            statistics = self._measure(model, index, states, streams, dtype)
+            if processes.leads():
+                save_file(statistics, out / f"block_{index:03d}.safetensors")
+            states.commit("calibration", "heldout")
+
     def _windows(self, run: Run, model: BlockModel) -> tuple[data.Windows, data.Windows, list[int]]:
         """Windows to calibrate on, others held out, and the tokens that every text begins with."""
         tokenizer = AutoTokenizer.from_pretrained(
             run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
         )
         settings = run.config.data
-        rest, held, description = data.split(settings)
-        longest = model.config.get_text_config().max_position_embeddings
-        length = min(settings.length, longest)
+        rest, _, _ = data.split(settings)
+        length = min(settings.length, model.config.get_text_config().max_position_embeddings)
         if length < settings.length:
             logger.info(f"  windows of {length} tokens, the model's own limit")
         windows = data.windows(
@@ -171,15 +182,7 @@ class Calibrate:
             seed=settings.seed,
             description=settings.source,
         )
-        held_windows = data.windows(
-            held,
-            tokenizer,
-            count=self.heldout_windows,
-            length=min(self.heldout_length, length),
-            seed=settings.seed,
-            description=description,
-        )
-        return windows, held_windows, data.leading_ids(tokenizer)
+        return windows, heldout.windows(run, model.config), data.leading_ids(tokenizer)
 
     def _measure(
         self,
@@ -201,7 +204,7 @@ class Calibrate:
                 collector = Collector(model.block_linears(index), stream.pick)
                 with collector:
                     given = self._advance(model, block, index, states, stream, collector)
-                largest = torch.maximum(largest, given)
+                largest = torch.stack([largest, *processes.gathered(given)]).max()
                 found.append(collector.tensors())
             statistics = found[0] | {f"{name}.output_absmax": largest}
             for linear in model.block_linears(index):
@@ -235,6 +238,14 @@ class Calibrate:
             largest = torch.maximum(largest, real.abs().max().cpu())
             states.write(stream.name, rows, given)
         return largest
+
+
+def _model(run: Run) -> BlockModel:
+    return BlockModel(
+        run.artifacts["dense"],
+        device=run.config.device,
+        trust_remote_code=run.config.model.trust_remote_code,
+    )
 
 
 def _compared(

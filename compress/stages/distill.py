@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from compress import checkpoint, data, heldout, labels, student
+from compress import checkpoint, data, heldout, labels, processes, student
 from compress.artifact import Artifact
 from compress.errors import ConfigError, UserError
 from compress.labels import Labels, Teacher
@@ -18,7 +18,7 @@ from compress.model import storage_dtype
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
-from compress.student import LOSSES, Objective
+from compress.student import LOSSES, Objective, order
 from compress.trainable import (
     ATTENTION_INPUTS,
     as_stored,
@@ -29,7 +29,7 @@ from compress.trainable import (
     norms_and,
     scales,
 )
-from compress.training import Schedule, relative_groups, train
+from compress.training import History, Schedule, relative_groups, train
 
 WHAT = ("scales", "latent")
 PRECISIONS = ("float32", "bfloat16")
@@ -132,32 +132,11 @@ class Distill:
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         config, source = run.config, run.artifacts["quantized"]
         made = self._labels(run)
-        model = make_trainable(load_exact(source, config), latent=self.train == "latent")
-        groups = self._groups(model)
-        objective = Objective(self.loss, self.beta, self.temperature, self.hard)
-        precision = getattr(torch, self.precision)
         batch = min(self.batch, len(made))
-        steps = self.epochs * (len(made) // batch)
-        order = _order(len(made), self.epochs, config.seed)
-
-        def loss_of(step: int) -> Tensor:
-            windows = made.batch(order[step * batch : (step + 1) * batch])
-            return student.loss(
-                model, windows, objective, precision=precision, recompute=self.recompute
-            )
-
-        history = train(
-            groups,
-            loss_of,
-            lambda: heldout.distance_of(model, run.artifacts["statistics"]).kl,
-            Schedule(steps, measures=self.measures, patience=self.patience),
-            run.work,
-            what="distill",
-            dtype=storage_dtype(model.config, config.model.dtype),
-        )
+        history, learned, count = processes.everywhere(self._learn, run, made, batch)
         kept = history.best_step > 0
         if kept:
-            checkpoint.rewrite(source, out, as_stored(model, history.best), describe(source))
+            checkpoint.rewrite(source, out, learned, describe(source))
         else:
             checkpoint.hand_on(source, out)
         before, after = _served_kl(run, source), _served_kl(run, out)
@@ -173,7 +152,7 @@ class Distill:
             "teacher": other.name if (other := self.teacher_folder()) else None,
             "train": self.train,
             "labels": made.figures,
-            "trained_parameters": sum(p.numel() for _, g in groups for p in g.values()),
+            "trained_parameters": count,
             "steps": done,
             "best_step": history.best_step,
             "tokens": done * step_tokens,
@@ -187,6 +166,38 @@ class Distill:
             "heldout_kl": {"before": before, "after": after},
             "notes": [] if kept else ["no step improved the held-out KL; the input is handed on"],
         }
+
+    def _learn(self, run: Run, made: Labels, batch: int) -> tuple[History, dict[str, Tensor], int]:
+        """Train on `batch` windows of `made` a step, of which several processes each take a share:
+        the measured curve, the best step's tensors as they are stored, and how many values learned.
+        """
+        processes.refuse_fewer("distill.batch", batch)
+        config, latent = run.config, self.train == "latent"
+        model = make_trainable(load_exact(run.artifacts["quantized"], config), latent=latent)
+        groups = self._groups(model)
+        objective = Objective(self.loss, self.beta, self.temperature, self.hard)
+        precision = getattr(torch, self.precision)
+        steps = self.epochs * (len(made) // batch)
+        rows = order(len(made), self.epochs, config.seed)
+
+        def loss_of(step: int) -> Tensor:
+            windows = made.batch(processes.share(rows[step * batch : (step + 1) * batch]))
+            mean = student.loss(
+                model, windows, objective, precision=precision, recompute=self.recompute
+            )
+            return mean * processes.weight(int(windows.mask.sum()))
+
+        history = train(
+            groups,
+            loss_of,
+            lambda: heldout.distance_of(model, run.artifacts["statistics"]).kl,
+            Schedule(steps, measures=self.measures, patience=self.patience),
+            run.work,
+            what="distill",
+            dtype=storage_dtype(model.config, config.model.dtype),
+        )
+        count = sum(p.numel() for _, group in groups for p in group.values())
+        return history, as_stored(model, history.best), count
 
     def _groups(self, model: PreTrainedModel) -> list[tuple[float, dict[str, nn.Parameter]]]:
         """What learns, each with its learning rate."""
@@ -218,7 +229,7 @@ class Distill:
 
     def _labels(self, run: Run) -> Labels:
         """The teacher's labels, which stay beside the stages: other training settings read them."""
-        config, dense = run.config, run.artifacts["dense"]
+        config, dense = run.config, run.original
         trust = config.model.trust_remote_code
         own = AutoConfig.from_pretrained(dense, trust_remote_code=trust).get_text_config()
         other = self.teacher_folder()
@@ -246,8 +257,3 @@ def _joined(text: data.Windows, written: Tensor) -> data.Windows:
 def _served_kl(run: Run, folder: Path) -> float:
     """The held-out KL of the model in `folder`, loaded from disk and run by the kernels."""
     return heldout.distance_of(load_exact(folder, run.config), run.artifacts["statistics"]).kl
-
-
-def _order(count: int, epochs: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.cat([torch.randperm(count, generator=generator) for _ in range(epochs)])

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from compress import checkpoint, data, heldout, long_training
+from compress import checkpoint, data, heldout, long_training, processes
 from compress.algorithms import rope
 from compress.artifact import write_json
 from compress.errors import ConfigError, UserError
@@ -124,10 +124,13 @@ class Extend:
         folder = run.work / "scaled"
         scale(source, folder, parsed, self.method, self.factor, stretch)
 
-        at_once, after, changed, curve = self._stretched(run, folder, judge, texts)
+        at_once = _once(run.work / "scaled.json", lambda: judge.judge(_scaled(run, folder)))
+        changed, curve = processes.everywhere(self._fine_tuned, run, folder, judge, texts)
         checkpoint.rewrite(source, out, changed, describe(folder))
         raise_limit(out, longer)
-        kl = heldout.distance_of(load_exact(out, run.config), run.artifacts["statistics"]).kl
+        model = load_exact(out, run.config)
+        after = judge.judge(model) if changed else at_once
+        kl = heldout.distance_of(model, run.artifacts["statistics"]).kl
         kls = {"before": before["kl"], "after": kl}
         found = {"before": before, "scaled": at_once, "after": after}
         long, short = (
@@ -212,26 +215,17 @@ class Extend:
 
         return search(tried, self.factor, ids)
 
-    def _stretched(
-        self, run: Run, folder: Path, judge: LengthJudge, texts: list[str]
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[dict[str, Any]]]:
-        """How the scaled model in `folder` is judged before and after the fine-tune, the tensors
-        that this changed, and its curve.
-        """
-        model = load_exact(folder, run.config)
-        check_frequencies(model)
-        make_trainable(model)
-        at_once = _once(run.work / "scaled.json", lambda: judge.judge(model))
-        changed, curve = self._fine_tuned(run, model, judge, texts)
-        return at_once, judge.judge(model) if changed else at_once, changed, curve
-
     def _fine_tuned(
-        self, run: Run, model: PreTrainedModel, judge: LengthJudge, texts: list[str]
+        self, run: Run, folder: Path, judge: LengthJudge, texts: list[str]
     ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """The tensors of the best step, none where that is the start, and the measured curve."""
+        """The tensors of the scaled model's best step, none where that is the start, and the curve
+        that was measured.
+        """
         longer = judge.ids.shape[1]
         if not self.steps:
             return {}, []
+        processes.refuse_fewer("extend.batch", self.batch)
+        model = _scaled(run, folder)
         steps = long_training.batches(
             texts,
             judge.tokenizer,
@@ -255,6 +249,13 @@ class Extend:
         )
         curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
         return (history.best if history.best_step else {}), curve
+
+
+def _scaled(run: Run, folder: Path) -> PreTrainedModel:
+    """The scaled model in `folder`, as it learns."""
+    model = load_exact(folder, run.config)
+    check_frequencies(model)
+    return make_trainable(model)
 
 
 def _once(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
