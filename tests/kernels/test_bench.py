@@ -1,13 +1,17 @@
 """What the benchmark prints on CPU, and the floors that docs/kernels.md names."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
-from compress.kernels import bench
+from compress.kernels import bench, peers
+from compress.kernels.check import reference_linear
 from compress.kernels.roofline import PEAKS, floor_us, launch_bytes, main, weight_bytes
-from compress.qtensor import QuantSpec
+from compress.qtensor import QTensor, QuantSpec
 
 A100, H100 = PEAKS[0], PEAKS[1]
 W8A8 = QuantSpec(8, activation_bits=8)
@@ -43,10 +47,18 @@ def test_the_benchmark_runs(
         pytest.skip("what it does on CPU")
     monkeypatch.setattr(bench, "ROUNDS", 1)
     monkeypatch.setattr(bench, "ROUND_SECONDS", 0)
+    monkeypatch.setattr(bench, "last_cache", lambda _: 10_000)
+    monkeypatch.setitem(peers.PEERS, "vLLM", lambda weight, _: doubled(weight))
     arguments = ["bench", "--shapes", "32x64", "16x128", "--tokens", "1", "2", "2048"]
     monkeypatch.setattr("sys.argv", arguments)
     bench.main()
-    head, _, titles, *rows = capsys.readouterr().out.splitlines()
+    head, _, titles, *lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if line.startswith("- ")]
+    # Installed or not, GemLite has nothing for CPUs; each thing is told once.
+    assert sum(line == "- GemLite W8A8: it is for GPUs" for line in told) == 1
+    assert any(re.match(r"- vLLM W8A16: off the reference by 1", line) for line in told)
+    rows = [line for line in lines if " ours" in line]
+    assert len(rows) == 6
     assert re.match(r"cpu on cpu .*; copy \d+ GB/s, INT8 \d+\.\d\d TOP/s$", head)
     assert re.split(r"\s{2,}", titles.strip())[1:] == [
         "M",
@@ -64,8 +76,35 @@ def test_the_benchmark_runs(
     assert [by_tokens[m].count("%") for m in ("1", "2", "2048")] == [3, 0, 1]
 
 
+def doubled(weight: QTensor) -> Callable[[Tensor], Tensor]:
+    """A peer that is wrong."""
+    return lambda x: 2 * reference_linear(x, weight)
+
+
+def test_calls_go_over_more_weights_than_a_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "last_cache", lambda _: 1000)
+    assert [bench.copies(size, "cpu") for size in (1, 300, 1000, 5000)] == [1024, 7, 3, 1]
+    made: list[int] = []
+    turns = bench.rotating([partial(made.append, i) for i in range(3)])
+    for _ in range(4):
+        turns()
+    assert made == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_peer_gets_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "last_cache", lambda _: 10_000)
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    right = {"right": lambda weight, _: partial(reference_linear, weight=weight)}
+    monkeypatch.setattr(peers, "PEERS", right)
+    found = bench.measure(8, 128, 2, backend="cpu", device="cpu", dtype=torch.bfloat16)
+    assert list(found["ours"]) == ["16 bit", "W8A8", "W8A16", "W4A16 g128", "W4A16"]
+    assert list(found["right"]) == ["W8A8", "W8A16", "W4A16 g128", "W4A16"]
+    assert all(us > 0 for us in found["right"].values())
+
+
 def test_a_wrong_kernel_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "check_linear", lambda *_: 0.5)
+    monkeypatch.setattr(bench, "last_cache", lambda _: 0)
     form = {"backend": "cpu", "device": "cpu", "dtype": torch.bfloat16}
     with pytest.raises(SystemExit, match=r"W8A8 8x16, 2 tokens: off the reference by 0\.5"):
         bench.measure(8, 16, 2, **form)

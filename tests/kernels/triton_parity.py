@@ -226,6 +226,7 @@ def test_norm_and_mlp_fused_are_those_of_the_reference(bias: bool) -> None:
 def test_tuning_measures_right_tiles_only(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "ROUNDS", 1)
     monkeypatch.setattr(bench, "ROUND_SECONDS", 0)
+    monkeypatch.setattr(bench, "last_cache", lambda _: 10_000)
     monkeypatch.setattr(tune, "space", lambda *a: space(*a)[:1])
     device = torch.device(DEVICE)
     tiles = list(tune.candidates(kernel, 16, 16, 1024, gpu_of(device)))
