@@ -21,22 +21,19 @@ import torch
 from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
 
-from compress import processes, source
-from compress.algorithms.soft_labels import teacher_log_probabilities, top_k
+from compress import processes
+from compress.algorithms.soft_labels import teacher_log_probabilities
 from compress.artifact import Artifact, write_json
 from compress.data import Windows
-from compress.errors import UserError
+from compress.endpoint import Endpoint
 from compress.log import logger, progress
-from compress.model import BlockModel, linear_shapes
-from compress.runtime.loader import first_line
+from compress.teacher import Label, Teacher
 
 VERSION = 1
 """Raised whenever the same settings would give other labels: old ones are then made again."""
 CHUNK = 16
 """Windows for which the teacher's blocks are read once, and what a killed process loses at most."""
-TOGETHER = 2  # windows that go through a block together
 NOTHING = -100  # no token: what torch's losses leave out
 
 
@@ -84,27 +81,17 @@ class Labels:
         return Batch(ids, mask, follows, found["ids"].view(shape), teacher)
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """The model that labels: its folder, and how it runs.
-
-    vocabulary: tokens, from the first, that are more than padding of its output. k: likeliest
-    tokens that are kept. dtype: of its arithmetic; its weights are read one block at a time.
-    """
-
-    folder: Path
-    vocabulary: int
-    k: int
-    dtype: torch.dtype
-    device: str
-    trust_remote_code: bool = False
-
-
-def make(place: Artifact, teacher: Teacher, windows: Windows) -> Labels:
+def make(place: Artifact, teacher: Teacher | Endpoint, windows: Windows) -> Labels:
     """The teacher's labels of `windows`: those that `place` holds where they are of this teacher
     and these windows, else made there. A killed process goes on after its last CHUNK windows.
     """
-    key = _key(teacher, windows)
+    text = hashlib.sha256(windows.ids.numpy().tobytes() + windows.mask.numpy().tobytes())
+    key = {
+        "version": VERSION,
+        **teacher.identity(),
+        "windows": list(windows.ids.shape),
+        "text": text.hexdigest(),
+    }
     done = place.manifest()
     if done is None or done["key"] != key:
         place.begin(key)
@@ -116,23 +103,10 @@ def make(place: Artifact, teacher: Teacher, windows: Windows) -> Labels:
     files = sorted(place.folder.glob("*.arrow"))
     rows = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
     figures = {**done["figures"], "bytes": sum(file.stat().st_size for file in files)}
-    return Labels(rows.with_format("torch"), min(teacher.k, teacher.vocabulary), figures)
+    return Labels(rows.with_format("torch"), teacher.kept, figures)
 
 
-def _key(teacher: Teacher, windows: Windows) -> dict[str, Any]:
-    text = hashlib.sha256(windows.ids.numpy().tobytes() + windows.mask.numpy().tobytes())
-    return {
-        "version": VERSION,
-        "teacher": source.fingerprint(teacher.folder),
-        "vocabulary": teacher.vocabulary,
-        "top_k": teacher.k,
-        "dtype": str(teacher.dtype),
-        "windows": list(windows.ids.shape),
-        "text": text.hexdigest(),
-    }
-
-
-def _write(place: Artifact, teacher: Teacher, windows: Windows) -> dict[str, Any]:
+def _write(place: Artifact, teacher: Teacher | Endpoint, windows: Windows) -> dict[str, Any]:
     """Write the parts that are not there; returns what all of them cost."""
     costs = {first: place.work / f"{first:06d}.json" for first in range(0, len(windows.ids), CHUNK)}
     missing = [first for first, cost in costs.items() if not cost.exists()]
@@ -140,53 +114,33 @@ def _write(place: Artifact, teacher: Teacher, windows: Windows) -> dict[str, Any
     told = [json.loads(cost.read_text()) for cost in costs.values()]
     return {
         "tokens": windows.tokens,
-        "top_k": min(teacher.k, teacher.vocabulary),
+        "top_k": teacher.kept,
         "mass": sum(cost["mass"] for cost in told) / windows.tokens,
         "seconds": sum(cost["seconds"] for cost in told),
-        "flops": 2 * linear_weights(teacher.folder, teacher.trust_remote_code) * windows.tokens,
+        "flops": teacher.flops(windows.tokens),
     }
 
 
-def _write_parts(place: Artifact, teacher: Teacher, windows: Windows, firsts: list[int]) -> None:
+def _write_parts(
+    place: Artifact, teacher: Teacher | Endpoint, windows: Windows, firsts: list[int]
+) -> None:
     """Write the parts that begin with these windows: of several processes each a share of them."""
     own = processes.share(firsts)
     if not own:
         return
-    model = BlockModel(
-        teacher.folder,
-        device=teacher.device,
-        dtype=teacher.dtype,
-        trust_remote_code=teacher.trust_remote_code,
-    )
+    label = teacher.opened()
     for first in progress(own, "soft labels", "chunk", total=len(own)):
         started = time.monotonic()
         rows = slice(first, first + CHUNK)
         file = place.out / f"{first:06d}.arrow"
-        mass = _write_part(file, model, teacher, windows.ids[rows], windows.mask[rows])
+        mass = _write_part(file, label, windows.ids[rows], windows.mask[rows])
         cost = {"seconds": time.monotonic() - started, "mass": mass}
         write_json(place.work / f"{first:06d}.json", cost)
 
 
-@torch.no_grad()
-def _write_part(
-    file: Path, model: BlockModel, teacher: Teacher, ids: Tensor, mask: Tensor
-) -> float:
+def _write_part(file: Path, label: Label, ids: Tensor, mask: Tensor) -> float:
     """Write the labels of some windows; returns the kept probability, summed over their tokens."""
-    batches = [
-        (i.to(model.device), m.to(model.device))
-        for i, m in zip(ids.split(TOGETHER), mask.split(TOGETHER), strict=True)
-    ]
-    hidden = [model.embed(i, m) for i, m in batches]
-    for index in range(len(model)):
-        with model.block(index) as block:
-            for number, (i, m) in enumerate(batches):
-                hidden[number] = block(hidden[number], **model.calls(i, m)[index])
-    kept = [
-        top_k(model.logits(h[row : row + 1])[..., : teacher.vocabulary], teacher.k)
-        for h in hidden
-        for row in range(len(h))
-    ]
-    tokens, probabilities, rest = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
+    tokens, probabilities, rest = label(ids, mask)
     length, k = ids.shape[1], tokens.shape[-1]
     columns = {
         "tokens": (ids.int(), "int32", length),
@@ -202,39 +156,3 @@ def _write_part(
         writer.finalize()
     aside.rename(file)
     return float(probabilities.float().sum(-1)[mask.bool()].sum())
-
-
-def linear_weights(folder: Path, trust_remote_code: bool) -> int:
-    """Weights that a token is multiplied with: of the linears in the blocks, and of the head."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
-    inside = sum(n * k for n, k in linear_shapes(config, trust_remote_code).values())
-    return inside + text.vocab_size * text.hidden_size
-
-
-def shared_vocabulary(
-    folder: Path, model: Path, trust_remote_code: bool, *, option: str = "distill.teacher"
-) -> int:
-    """How many token ids two models share: all that their tokenizer knows, without the rows by
-    which an output layer is padded. option: by which `folder` was given beside `model`. Raises
-    UserError where their tokenizers differ, or that of `folder` cannot be read.
-    """
-    try:
-        one, other = (
-            AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code).get_vocab()
-            for place in (folder, model)
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"{option}={folder}: no tokenizer that loads ({first_line(error)}); copy the "
-            "files of the model's own there, if they are the same"
-        ) from error
-    if one != other:
-        tokens = sorted(one.keys() | other.keys(), key=lambda t: one.get(t, len(one)))
-        token = next(t for t in tokens if one.get(t) != other.get(t))
-        raise UserError(
-            f"{option}={folder}: another vocabulary, of {len(one)} tokens where the model "
-            f"has {len(other)}; {token!r} is number {one.get(token)} and {other.get(token)}; "
-            f"wanted one with the model's own tokenizer, or {option}=null"
-        )
-    return max(one.values()) + 1

@@ -32,6 +32,11 @@ class Run:
         """
         return self.artifacts.get("original", self.artifacts["dense"])
 
+    @property
+    def stages(self) -> Path:
+        """The folder that holds what all stages leave."""
+        return self.work.parent.parent
+
 
 @runtime_checkable
 class Stage(Protocol):

@@ -11,14 +11,16 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from compress import checkpoint, data, heldout, labels, processes, student
 from compress.artifact import Artifact
+from compress.endpoint import Endpoint, connect
 from compress.errors import ConfigError, UserError
-from compress.labels import Labels, Teacher
+from compress.labels import Labels
 from compress.log import logger
 from compress.model import storage_dtype
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
 from compress.student import LOSSES, Objective, order
+from compress.teacher import Teacher, linear_weights, shared_vocabulary
 from compress.trainable import (
     ATTENTION_INPUTS,
     as_stored,
@@ -53,6 +55,8 @@ class Distill:
 
     samples, length: windows of text, and tokens a window; those that calibrate.written made come
     on top. teacher: the folder of another model with the same tokenizer; null: the original.
+    endpoint: a server that runs the teacher (http://HOST:PORT/v1, compress/endpoint.py); teacher is
+    then the server's name for it, null: the only one that it has.
     top_k: the teacher's likeliest tokens that are kept, with the remaining mass as one more.
     train: `scales` (with norms, Q and K, and V in 16 bit; the integers stay) or `latent` (the
     integers too, by latent weights that are rounded going forward).
@@ -76,6 +80,7 @@ class Distill:
     samples: int = 32
     length: int = 512
     teacher: str | None = None
+    endpoint: str | None = None
     top_k: int = 64
     train: str = "scales"
     batch: int = 2
@@ -110,6 +115,8 @@ class Distill:
             for name, choices in (("loss", LOSSES), ("train", WHAT), ("precision", PRECISIONS))
             if getattr(self, name) not in choices
         ]
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            problems.append(f"distill.endpoint is {self.endpoint!r}; wanted http://HOST:PORT/v1")
         if not 0 < self.beta < 1:
             problems.append(f"distill.beta is {self.beta}; wanted between 0 and 1")
         if not 0 <= self.hard <= 1:
@@ -119,7 +126,7 @@ class Distill:
 
     def teacher_folder(self) -> Path | None:
         """The folder of the other teacher, if any; raises UserError where no model is there."""
-        if self.teacher is None:
+        if self.teacher is None or self.endpoint is not None:
             return None
         folder = Path(self.teacher).expanduser()
         if not (folder / "config.json").is_file():
@@ -128,6 +135,13 @@ class Distill:
                 "model, or null for the original"
             )
         return folder
+
+    def _teacher_name(self) -> str | None:
+        """Words for the teacher, where it is not the original."""
+        if self.endpoint is not None:
+            return self.teacher or f"the model at {self.endpoint}"
+        folder = self.teacher_folder()
+        return folder.name if folder else None
 
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         config, source = run.config, run.artifacts["quantized"]
@@ -147,9 +161,9 @@ class Distill:
         )
         done = history.curve[-1]["step"]
         step_tokens = made.figures["tokens"] * batch // len(made)
-        weights = labels.linear_weights(run.artifacts["dense"], config.model.trust_remote_code)
+        weights = linear_weights(run.artifacts["dense"], config.model.trust_remote_code)
         return {
-            "teacher": other.name if (other := self.teacher_folder()) else None,
+            "teacher": self._teacher_name(),
             "train": self.train,
             "labels": made.figures,
             "trained_parameters": count,
@@ -229,18 +243,25 @@ class Distill:
 
     def _labels(self, run: Run) -> Labels:
         """The teacher's labels, which stay beside the stages: other training settings read them."""
-        config, dense = run.config, run.original
-        trust = config.model.trust_remote_code
-        own = AutoConfig.from_pretrained(dense, trust_remote_code=trust).get_text_config()
-        other = self.teacher_folder()
-        vocabulary = labels.shared_vocabulary(other, dense, trust) if other else own.vocab_size
-        dtype = getattr(torch, self.precision)
-        stages = run.work.parent.parent
+        trust = run.config.model.trust_remote_code
+        own = AutoConfig.from_pretrained(run.original, trust_remote_code=trust).get_text_config()
         return labels.make(
-            Artifact("labels", stages / "labels", stages),
-            Teacher(other or dense, vocabulary, self.top_k, dtype, config.device, trust),
+            Artifact("labels", run.stages / "labels", run.stages),
+            self._teacher(run, own.vocab_size),
             self._windows(run, own.max_position_embeddings),
         )
+
+    def _teacher(self, run: Run, vocabulary: int) -> Teacher | Endpoint:
+        """What labels: the server's model, that of another folder, or the original."""
+        trust = run.config.model.trust_remote_code
+        if self.endpoint is not None:
+            tokenizer = AutoTokenizer.from_pretrained(run.original, trust_remote_code=trust)
+            return connect(self.endpoint, self.teacher, self.top_k, tokenizer)
+        other = self.teacher_folder()
+        if other is not None:
+            vocabulary = shared_vocabulary(other, run.original, trust)
+        folder, dtype = other or run.original, getattr(torch, self.precision)
+        return Teacher(folder, vocabulary, self.top_k, dtype, run.config.device, trust)
 
 
 def _joined(text: data.Windows, written: Tensor) -> data.Windows:

@@ -18,7 +18,7 @@ from compress.cutting import Cut, Size, size_of
 from compress.errors import ConfigError, UserError
 from compress.heldout import Distance
 from compress.importance import choose
-from compress.labels import Labels, Teacher
+from compress.labels import Labels
 from compress.log import logger
 from compress.model import BlockModel, storage_dtype
 from compress.sizes import tensor_bytes, tensor_elements
@@ -27,6 +27,7 @@ from compress.stage import Run
 from compress.stages.distill import PRECISIONS
 from compress.structure import stored_name
 from compress.student import Objective, order
+from compress.teacher import Teacher, linear_weights, shared_vocabulary
 from compress.trainable import load_exact
 from compress.training import Schedule, train
 
@@ -163,7 +164,7 @@ class Shrink:
         if given is None:
             self.size(config)
             return
-        labels.shared_vocabulary(given, original, trust, option="shrink.student")
+        shared_vocabulary(given, original, trust, option="shrink.student")
         found = read_config(given, trust).get_text_config().vocab_size
         wanted = config.get_text_config().vocab_size
         if found != wanted:
@@ -234,7 +235,7 @@ class Shrink:
             best = {stored_name(model.config, name): t for name, t in history.best.items()}
             checkpoint.rewrite(given, out, best, describe(given))
         done, step_tokens = history.curve[-1]["step"], made.figures["tokens"] * batch // len(made)
-        multiplied = labels.linear_weights(given, config.model.trust_remote_code)
+        multiplied = linear_weights(given, config.model.trust_remote_code)
         return {
             "labels": made.figures,
             "trained_parameters": sum(p.numel() for p in weights.values()),
@@ -254,9 +255,9 @@ class Shrink:
         """The original's labels, which stay beside the stages: other settings read them again."""
         original, trust = run.artifacts["dense"], run.config.model.trust_remote_code
         config = read_config(original, trust)
-        stages, name = run.work.parent.parent, "shrink_labels"
+        name = "shrink_labels"
         return labels.make(
-            Artifact(name, stages / name, stages),
+            Artifact(name, run.stages / name, run.stages),
             Teacher(
                 original,
                 config.get_text_config().vocab_size,

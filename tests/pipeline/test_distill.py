@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from answering import as_vllm, server
 
 from compress import pipeline
 from compress.config import Config
@@ -50,6 +51,24 @@ def test_integers_learn_and_other_settings_use_the_labels_again(small: Small) ->
     after = TensorFiles(out / "stages" / "distill")
     assert all(torch.equal(before[name], after[name]) for name in packed)
     assert metrics(out)["kept"]
+
+
+def test_a_teacher_behind_a_server_teaches_what_it_would_from_its_folder(
+    small: Small, tiny_model: Path
+) -> None:
+    run = (*FOUR_BIT, "stages=[plan,calibrate,quantize,distill]")
+    config = small(*run)
+    pipeline.run(config)
+    own = metrics(Path(config.out or ""))
+    with server(as_vllm(tiny_model)) as url:
+        pipeline.run(small(*run, f"distill.endpoint={url}", "force=[distill]"))
+    told = metrics(Path(config.out or ""))
+    assert told["teacher"] == f"the model at {url}"
+    assert told["labels"]["flops"] is None
+    assert told["labels"]["mass"] == pytest.approx(own["labels"]["mass"], abs=1e-3)
+    assert told["kept"]
+    steps = [point["kl"] for point in told["curve"]]
+    assert steps == pytest.approx([point["kl"] for point in own["curve"]], rel=0.02)
 
 
 def test_a_teacher_counts_by_what_it_holds_and_is_missed_before_anything_runs(

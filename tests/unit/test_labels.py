@@ -12,8 +12,9 @@ from compress import labels
 from compress.artifact import Artifact
 from compress.data import Windows
 from compress.errors import UserError
-from compress.labels import CHUNK, Teacher, make, shared_vocabulary
+from compress.labels import CHUNK, make
 from compress.runtime.loader import load
+from compress.teacher import Teacher, shared_vocabulary
 
 COUNT, LENGTH, K = CHUNK + 3, 12, 5
 
