@@ -4,6 +4,7 @@ The blocks are read from disk one at a time; hidden states of the windows in fro
 stay in memory: 4 L n T H bytes, 0.5 GB for 1024 tokens of a 7B.
 """
 
+import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from compress import source
 from compress.algorithms.divergence import forward_kl
 from compress.algorithms.prune import (
     Removal,
@@ -28,22 +30,23 @@ from compress.algorithms.soft_labels import (
 from compress.artifact import write_json
 from compress.cutting import ATTENTION_OUT, MLP_OUT, Cut, Size, size_of
 from compress.data import Windows
-from compress.log import progress
+from compress.log import logger, progress
 from compress.model import BlockModel
 
+VERSION = 1
+"""Raised whenever the same trial would give another result."""
 TOP_K = 64
 """The original's likeliest tokens by which models with blocks left out are compared to it."""
 
 
 def choose(
-    model: BlockModel, windows: Windows, work: Path, wanted: Size
+    model: BlockModel, windows: Windows, file: Path, wanted: Size
 ) -> tuple[Cut, list[Removal]]:
     """What of `model` stays where it is cut to `wanted`, by what `windows` say it misses least; and
-    the blocks that go, in their order. work: where trials are kept, so that a killed process goes
-    on.
+    the blocks that go, in their order. file: where trials are kept (see `Trials`).
     """
     whole = size_of(model.config)
-    removed = _without(model, windows, work, whole.blocks - wanted.blocks)
+    removed = _without(model, windows, file, whole.blocks - wanted.blocks)
     gone = {removal.block for removal in removed}
     blocks = [block for block in range(whole.blocks) if block not in gone]
     groups, channels = list(range(whole.kv_heads)), list(range(whole.mlp))
@@ -63,35 +66,51 @@ def choose(
     return cut, removed
 
 
-def _without(model: BlockModel, windows: Windows, work: Path, count: int) -> list[Removal]:
+def _without(model: BlockModel, windows: Windows, file: Path, count: int) -> list[Removal]:
     if count == 0:
         return []
-    trials = Trials(model, windows, work)
+    trials = Trials(model, windows, file)
     bar = progress(itertools.count(), "leave out", "trial")
 
     def cost_of(left_out: tuple[int, ...]) -> float:
         next(bar)
         return trials.kl_without(left_out)
 
-    return lazy_greedy(range(len(model)), count, cost_of)
+    found = lazy_greedy(range(len(model)), count, cost_of)
+    gone = ", ".join(str(removal.block) for removal in found)
+    logger.info(f"  blocks left out, by {len(trials.known)} trials: {gone}")
+    return found
 
 
 class Trials:
-    """`model` with blocks left out, beside itself, on `windows`; results are kept in `work`."""
+    """`model` with blocks left out, beside itself, on `windows`.
 
-    def __init__(self, model: BlockModel, windows: Windows, work: Path) -> None:
-        self.model, self.work = model, work
-        self.rows = _rows(model, windows)
+    Results are kept in `file`, for a killed process to go on from, and for other cuts of the same
+    model by the same windows.
+    """
+
+    def __init__(self, model: BlockModel, windows: Windows, file: Path) -> None:
+        self.model, self.rows, self.file = model, _rows(model, windows), file
+        text = hashlib.sha256(windows.ids.numpy().tobytes() + windows.mask.numpy().tobytes())
+        self.key = {
+            "version": VERSION,
+            "model": source.fingerprint(model.folder),
+            "dtype": str(model.dtype),
+            "text": text.hexdigest(),
+        }
+        found = json.loads(file.read_text()) if file.exists() else {}
+        self.known: dict[str, float] = found["kl"] if found.get("key") == self.key else {}
         self._inputs: list[list[Tensor]] = []
         self._original: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
     def kl_without(self, left_out: tuple[int, ...]) -> float:
         """KL(original || model without these blocks), nats a token."""
-        file = self.work / f"without_{'_'.join(map(str, left_out))}.json"
-        if not file.exists():
-            write_json(file, self._kl_without(left_out))
-        return json.loads(file.read_text())
+        key = " ".join(map(str, left_out))
+        if key not in self.known:
+            self.known[key] = self._kl_without(left_out)
+            write_json(self.file, {"key": self.key, "kl": self.known})
+        return self.known[key]
 
     def _kl_without(self, left_out: tuple[int, ...]) -> float:
         if not self._original:

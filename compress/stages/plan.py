@@ -25,7 +25,7 @@ from compress.sizes import (
     tensor_bytes,
     tensor_elements,
 )
-from compress.source import describe, read_config
+from compress.source import read_config
 from compress.stage import Run
 
 OWN_CACHE = (
@@ -71,7 +71,7 @@ class Plan:
         sizes = tensor_elements(folder)
         whole = sum(sizes.values())
         if "shrink" in run.config.stages:
-            config = run.config.shrink.planned(describe(folder), config)
+            config = run.config.shrink.planned(folder, options.trust_remote_code)
             sizes = tensor_counts(config, options.trust_remote_code)
         shapes = linear_shapes(config, options.trust_remote_code)
         chosen = preflight(config, run.config)

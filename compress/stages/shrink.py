@@ -128,10 +128,11 @@ class Shrink:
         cutting.refuse(config, wanted)
         return wanted
 
-    def planned(self, described: dict[str, Any], config: PretrainedConfig) -> PretrainedConfig:
+    def planned(self, original: Path, trust_remote_code: bool) -> PretrainedConfig:
         """The student's configuration, before it is known which parts of the original stay."""
         if folder := self.student_folder():
-            return read_config(folder, trust_remote_code=False)
+            return read_config(folder, trust_remote_code)
+        config, described = read_config(original, trust_remote_code), describe(original)
         size = self.size(config)
         cut = Cut(list(range(size.blocks)), [list(range(size.kv_heads))], [list(range(size.mlp))])
         return type(config).from_dict(cutting.cut_config(described, config, cut))
@@ -188,7 +189,8 @@ class Shrink:
             model = _blocks(run, getattr(torch, self.precision))
             size = self.size(model.config)
             text = self._windows(run, model.config, self.windows, run.config.seed)
-            cut, removed = choose(model, text, run.work, size)
+            file = run.work.parent.parent / "shrink_trials.json"
+            cut, removed = choose(model, text, file, size)
             dtype = storage_dtype(model.config, options.dtype)
             cutting.write_cut(original, folder, model.config, model.prefix, cut, dtype)
         configs = [read_config(f, options.trust_remote_code) for f in (original, folder)]

@@ -106,12 +106,18 @@ def test_what_a_planted_model_does_not_need_goes(made: Made) -> None:
     ids = torch.randint(3, 250, (2, 32), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, 20:] = 0
-    cut, removed = choose(BlockModel(whole), Windows(ids, mask), whole.parent, Size(3, 1, 88))
+    file, windows = whole.parent / "trials.json", Windows(ids, mask)
+    cut, removed = choose(BlockModel(whole), windows, file, Size(3, 1, 88))
     assert [removal.block for removal in removed] == [2]
     assert removed[0].cost == pytest.approx(0, abs=1e-6)
     assert cut == Cut([0, 1, 3], [[1]] * 3, [list(range(1, 176, 2))] * 3)
     before, left = cut_model(whole, cut)
     torch.testing.assert_close(logits(left), logits(before), rtol=1e-4, atol=1e-4)
+    written = file.stat().st_mtime_ns
+    choose(BlockModel(whole), windows, file, Size(3, 2, 176))
+    assert file.stat().st_mtime_ns == written  # the same trials
+    choose(BlockModel(whole), Windows(ids + 1, mask), file, Size(3, 2, 176))
+    assert file.stat().st_mtime_ns > written
 
 
 def test_lists_of_a_value_a_block_are_cut_with_the_blocks(made: Made) -> None:

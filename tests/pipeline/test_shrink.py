@@ -1,0 +1,193 @@
+"""A smaller student through the pipeline: cut or given, taught, killed, judged by the original."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import composed, die, forked
+from test_run import files
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from compress import importance, labels, pipeline, training
+from compress.config import Config
+from compress.errors import ConfigError, UserError
+from compress.source import describe
+
+Small = Callable[..., Config]
+
+CUT = ("shrink.blocks=3", "shrink.mlp=256", "shrink.kv_heads=1")
+TAUGHT = (*CUT, "shrink.samples=24", "shrink.length=64", "shrink.measures=2", "shrink.rate=1e-3")
+BUILD = "stages=[plan,calibrate,quantize,distill,export]"
+WITH_BARS = (importance, labels, training)
+
+
+def manifest(out: Path, stage: str) -> dict[str, Any]:
+    return json.loads((out / "stages" / f"{stage}.json").read_text())["metrics"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A whole run, quantized, distilled, served, scored and reported."""
+    from small import SMALL
+
+    out = tmp_path_factory.mktemp("shrink") / "run"
+    words = ("recipe=tiny", f"model.path={tiny_model}", f"out={out}", "extend.factor=1")
+    pipeline.run(composed(*words, *SMALL, *TAUGHT))
+    return out
+
+
+def test_the_checkpoint_is_the_smaller_model(finished: Path, tiny_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished / "checkpoint")
+    config = model.config
+    assert len(model.model.layers) == config.num_hidden_layers == 3
+    assert (config.num_attention_heads, config.num_key_value_heads) == (2, 1)
+    assert config.intermediate_size == 256
+    assert AutoTokenizer.from_pretrained(finished / "checkpoint").chat_template
+    weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny_model).parameters())
+    told = manifest(finished, "shrink")["parameters"]
+    student = AutoModelForCausalLM.from_pretrained(finished / "stages" / "shrink")
+    assert told == {"before": weights, "after": sum(p.numel() for p in student.parameters())}
+
+
+def test_the_student_learns_and_all_is_measured_by_the_original(finished: Path) -> None:
+    shrink, plan = manifest(finished, "shrink"), manifest(finished, "plan")
+    assert shrink["kept"]
+    assert shrink["tokens"] == 24 * 64
+    assert shrink["kl"]["after"] < 0.9 * shrink["kl"]["before"]
+    assert shrink["ppl"]["original"] < shrink["ppl"]["after"] < shrink["ppl"]["before"]
+    assert len(shrink["left_out"]) == 1
+    quantize, score = manifest(finished, "quantize"), manifest(finished, "score")
+    assert quantize["heldout_kl"]["before"] == shrink["kl"]["after"]
+    # The original's answers, not the student's: calibrate keeps what the original says.
+    assert manifest(finished, "calibrate")["heldout"]["ppl"] == pytest.approx(
+        shrink["ppl"]["original"], rel=1e-4
+    )
+    assert quantize["heldout_kl"]["after"] == pytest.approx(shrink["kl"]["after"], rel=0.2)
+    assert score["fidelity"]["kl"] > 0.5 * shrink["kl"]["after"]
+    assert score["fidelity"]["kl_floor"] < 0.01
+    assert score["blocks"] is None
+    assert score["faults"] == []
+    assert plan["parameters"] == shrink["parameters"]["after"]
+    on_disk = sum(f.stat().st_size for f in (finished / "checkpoint").glob("*.safetensors"))
+    assert plan["bytes"]["after"]["total"] == pytest.approx(on_disk, rel=0.03)
+
+
+def test_the_report_says_what_was_cut(finished: Path) -> None:
+    wanted = "3 of its 4 blocks, 1 of its 2 KV heads and 256 of its 384 MLP channels"
+    findings = json.loads((finished / "report.json").read_text())["verdict"]["findings"]
+    (said,) = [f["text"] for f in findings if f["about"] == "A smaller model"]
+    assert wanted in said
+    assert "1,536 tokens of the original's soft labels" in said
+    assert "<h2>A smaller model</h2>" in (finished / "report.html").read_text()
+    card = (finished / "checkpoint" / "README.md").read_text()
+    assert wanted in card
+    assert "| making it smaller | " in card
+
+
+def killed_in_bar(bar: str, after: int, config: Config) -> None:
+    """Run, and die when the progress bar `bar` has done `after` items."""
+
+    def dying(items: Iterable[object], what: str, *_: object, **__: object) -> Iterator[object]:
+        for number, item in enumerate(items):
+            if what == bar and number == after:
+                die()
+            yield item
+
+    for module in WITH_BARS:
+        module.progress = dying  # type: ignore[attr-defined]
+    pipeline.run(config)
+
+
+@pytest.mark.parametrize(("bar", "after"), [("leave out", 2), ("soft labels", 1), ("shrink", 11)])
+def test_killed_it_goes_on_to_the_same_bytes(
+    small: Small, finished: Path, bar: str, after: int
+) -> None:
+    def config() -> Config:
+        return small(*TAUGHT, BUILD, "extend.factor=1")
+
+    assert forked(lambda: killed_in_bar(bar, after, config())) == -9
+    out = Path(config().out or "")
+    assert (out / "stages" / "shrink.partial" / "key.json").exists()
+    assert forked(lambda: pipeline.run(config())) == 0
+    assert "shrink: goes on" in (out / "log.txt").read_text()
+    assert files(out / "stages" / "shrink") == files(finished / "stages" / "shrink")
+    assert not list((out / "stages").glob("*.partial"))
+
+
+def test_other_settings_use_the_labels_again_and_cut_alone_is_handed_on(small: Small) -> None:
+    words = ("stages=[shrink]", *TAUGHT, "shrink.hard=1.0")
+    out = Path(small().out or "")
+    pipeline.run(small(*words))
+    (labels_file,) = (out / "stages" / "shrink_labels").glob("*0.arrow")
+    made = labels_file.stat().st_mtime_ns
+    pipeline.run(small(*words, "shrink.rate=5e-4", "force=[shrink]"))
+    assert labels_file.stat().st_mtime_ns == made
+    pipeline.run(small(*words, "shrink.samples=0", "force=[shrink]"))
+    told = manifest(out, "shrink")
+    assert told["kept"] is False
+    assert told["kl"]["after"] == told["kl"]["before"] > 0
+    assert describe(out / "stages" / "shrink")["num_hidden_layers"] == 3
+
+
+def test_a_given_student_takes_the_original_s_place(small: Small, tmp_path: Path) -> None:
+    out = Path(small().out or "")
+    pipeline.run(small("stages=[shrink]", *CUT, "shrink.samples=0"))
+    given = tmp_path / "smaller"
+    (out / "stages" / "shrink").rename(given)
+    words = ("stages=[plan,calibrate,quantize]", f"shrink.student={given}", *TAUGHT[3:])
+    config = small(*words, out="other")
+    assert config.stages == ["plan", "shrink", "calibrate", "quantize"]
+    pipeline.run(config)
+    told = manifest(Path(config.out or ""), "shrink")
+    assert told["student"] == "smaller"
+    assert told["left_out"] == []
+    assert told["kl"]["after"] < told["kl"]["before"]
+    assert (given / "model.safetensors").stat().st_nlink == 1 or told["kept"]
+
+
+def test_it_is_off_unless_asked_for_and_its_place_is_not_skipped(small: Small) -> None:
+    assert "shrink" not in small().stages
+    assert small("shrink.blocks=3").stages[:3] == ["plan", "shrink", "calibrate"]
+    with pytest.raises(ConfigError, match="shrink runs only where asked to cut"):
+        small("force=[shrink]")
+    with pytest.raises(UserError, match=r"calibrate needs dense.*run it first with only=shrink"):
+        pipeline.run(small(*CUT, "only=calibrate"))
+
+
+@pytest.mark.parametrize(
+    ("stages", "option", "said"),
+    [
+        ("plan,calibrate,quantize", "blocks=9", "shrink.blocks is 9; the model has 4; wanted 1 to"),
+        ("shrink", "blocks=9", "shrink.blocks is 9; the model has 4; wanted 1 to 4"),
+        ("shrink", "student={other}", ": another vocabulary, of 512 tokens where the model has"),
+        ("shrink", "student=nowhere", "shrink.student=nowhere: no config.json there"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_computed(
+    small: Small, stories260k: Path, stages: str, option: str, said: str
+) -> None:
+    config = small(f"stages=[{stages}]", f"shrink.{option.format(other=stories260k)}")
+    with pytest.raises(UserError) as raised:
+        pipeline.run(config)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+    work = Path(config.out or "") / "stages" / "shrink.partial" / "work"
+    assert not work.exists() or not list(work.iterdir())
+
+
+def test_every_wrong_setting_is_told_at_once() -> None:
+    from compress.stages.shrink import Shrink
+
+    with pytest.raises(ConfigError) as error:
+        Shrink(blocks=0, rate=0.0, hard=2.0, precision="fp8", samples=-1, student="x")
+    assert str(error.value).splitlines() == [
+        "shrink.blocks is 0; wanted at least 1",
+        "shrink.samples is -1; wanted at least 0",
+        "shrink.rate is 0.0; wanted above 0",
+        "shrink.hard is 2.0; wanted 0 to 1",
+        "shrink.precision is 'fp8'; wanted one of float32, bfloat16",
+        "shrink.student is given with shrink.blocks, mlp or kv_heads; wanted a smaller model or a "
+        "cut of the original, not both",
+    ]
