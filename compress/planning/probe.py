@@ -21,6 +21,7 @@ from compress.machine import hardware
 from compress.planning.devices import CPU, Curve, Device
 from compress.planning.shape import Shape
 from compress.qtensor import QuantSpec
+from compress.runtime import attention
 
 HALF = torch.bfloat16
 BEYOND_CACHES = 128 << 20
@@ -140,6 +141,7 @@ def small_step(timer: Timer, blocks: int, context: int, **heads: Any) -> float:
     sizes = {"hidden_size": 16 * heads["num_attention_heads"], "intermediate_size": SMALL}
     config = LlamaConfig(num_hidden_layers=blocks, vocab_size=SMALL, **sizes, **heads)
     model = LlamaForCausalLM(config).to(HALF).eval()
+    attention.install(model)  # as the loader does
     cache = DynamicCache(config=config)
 
     def feed(tokens: int) -> None:

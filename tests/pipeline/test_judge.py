@@ -67,12 +67,16 @@ def test_what_is_broken_in_it_is_found_and_its_gate_ends_the_run(
     folder = tmp_path / "broken"
     shutil.copytree(peer, folder)
     tensors = load_file(peer / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight_scale"
-    save_file({**tensors, name: 3 * tensors[name]}, folder / "model.safetensors", {"format": "pt"})
+    for name in tensors:
+        if name.startswith("model.layers.1.") and name.endswith("weight_scale"):
+            tensors[name] = 2 * tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(GateError, match="KL"):
         pipeline.run(judge(folder, "stages=[score,report]", "score.gate.kl=0.02"))
     report = json.loads((tmp_path / "run/report.json").read_text())
-    assert [fault["name"] for fault in report["faults"]] == ["block"]
+    (fault,) = report["faults"]
+    assert fault["text"].startswith("Block 1 is off by")
+    assert fault["text"].endswith("so scales are wrong.")
     # Another checkpoint in the same run's folder is scored anew.
     assert pipeline.run(judge(peer, "stages=[score,report]", "score.gate.kl=0.2"))
     assert json.loads((tmp_path / "run/report.json").read_text())["faults"] == []
