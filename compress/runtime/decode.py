@@ -1,9 +1,10 @@
 """Decoding one request greedily, as fast as the runtime can on a CPU.
 
-At decode a small model waits for Python and for hundreds of small operations, so there are two ways
-to take a step. `off`: the model's modules as they are. `auto`: the whole step as one program of
+At decode a small model waits for Python and for hundreds of small operations, so there are three
+ways to take a step. In bf16, blocks like Llama's do without modules (compress.runtime.token_step).
+For other models `off` takes the modules as they are, and `auto` the whole step as one program of
 torch.compile, over a KV cache of fixed size, where there is a C++ compiler. Its first use takes a
-minute or more; torch keeps what it compiled for the next process. Either way linears in bf16 run
+minute or more; torch keeps what it compiled for the next process. In any way linears in bf16 run
 through compress.kernels.dense.
 """
 
@@ -21,15 +22,17 @@ from compress.errors import UserError
 from compress.kernels import dense
 from compress.kernels.native.build import compiler
 from compress.log import logger
+from compress.runtime import token_step
 from compress.runtime.cache import cache_for
+from compress.runtime.token_step import Room, TokenStep
 
 COMPILE = ("off", "auto")
 LEAST_CAPACITY = 256
 """Tokens in the smallest cache of fixed size. Others hold twice as many, and so on: each size is
 compiled for."""
 
-Step = Callable[[Tensor, Cache], Tensor]
-"""Ids [1, T] to the next id [1, 1]; the cache takes up the T tokens."""
+Step = Callable[[Tensor, Any], Tensor]
+"""Ids [1, T] to the next id [1, 1]; the cache or room takes up the T tokens."""
 
 
 class Decoder:
@@ -50,8 +53,12 @@ class Decoder:
         self._compiled: Step | None = None
         self._compiled_for: set[int] = set()
         _use_dense_products(model)
+        without = token_step.why_not(model, cache_for(model, kv_cache))
+        self._token_step = None if without else TokenStep(model)
         if compile == "auto":
             problem = _why_not(model, kv_cache)
+            if self._token_step is not None:
+                problem = "the step without modules is faster"
             if problem:
                 _say_not_compiled(problem)
             else:
@@ -61,6 +68,13 @@ class Decoder:
     def compiled(self) -> bool:
         """Whether steps run compiled."""
         return self._compiled is not None
+
+    @property
+    def step(self) -> str:
+        """In words: how a token after the first is come by."""
+        if self._token_step is not None:
+            return "without modules"
+        return "compiled" if self.compiled else "as its modules are"
 
     @torch.inference_mode()
     def prepare(self, length: int) -> float:
@@ -92,11 +106,14 @@ class Decoder:
         token = self._step(prompt.to(self.model.device), cache)
         yield token
         step: Step = self._step
-        if self._compiled is not None:
+        kept: Cache | Room = cache
+        if self._token_step is not None:
+            step, kept = self._token_step, Room.of(cache, length + most)
+        elif self._compiled is not None:
             step = self._compiled
-            cache = _of_fixed_size(cache, self.model, capacity(length + most))
+            kept = _of_fixed_size(cache, self.model, capacity(length + most))
         for _ in range(most - 1):
-            token = step(token, cache)
+            token = step(token, kept)
             yield token
 
     def _step(self, ids: Tensor, cache: Cache) -> Tensor:

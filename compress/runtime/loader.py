@@ -24,6 +24,7 @@ from compress.kernels.backend import pick_backend
 from compress.runtime import attention
 from compress.runtime.fused import fuse
 from compress.runtime.linear import QuantLinear
+from compress.runtime.pages import Pages
 from compress.structure import model_name
 from compress.tensors import TensorFiles
 
@@ -187,6 +188,7 @@ def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
     found: set[str] = set()
     wanted = model.state_dict()
     tied = model.all_tied_weights_keys
+    on_cpu, pages = torch.device(device).type == "cpu", Pages()
     for stored, tensor in stored_tensors(folder):
         name = model_name(model.config, stored)
         if name in found:
@@ -211,7 +213,10 @@ def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
             raise UserError(f"{folder}: {name} is {tensor.dtype}; wanted {target.dtype}")
         dtype = tensor.dtype if name.endswith(".weight_scale") else target.dtype
         # A copy, so that the file can be closed.
-        assign(model, name, tensor.to(device=device, dtype=dtype, copy=True))
+        if on_cpu:
+            assign(model, name, pages.place(tensor, dtype))
+        else:
+            assign(model, name, tensor.to(device=device, dtype=dtype, copy=True))
     return found
 
 

@@ -34,9 +34,9 @@ class Serve:
     turns, one at a time, after `warmup` more. backend: triton, cpu or reference; null: the
     COMPRESS_BACKEND of the environment, else the device's own. kv_cache: how the compressed model
     keeps keys and values: 16 (bit), v8 (V in INT8) or kv8 (K and V in INT8); the original's stay
-    in 16 bit. compile: off, or auto: on CPU both models' step of decoding as one program of
-    torch.compile, where there is a C++ compiler; the first time that takes minutes. question: asked
-    of both models; the answers are recorded. answer_tokens: cuts them.
+    in 16 bit. compile: off, or auto: on CPU the step of decoding of models that have no faster one
+    as one program of torch.compile, where there is a C++ compiler; the first time that takes
+    minutes. question: asked of both models; the answers are recorded. answer_tokens: cuts them.
     """
 
     name: ClassVar[str] = "serve"
@@ -135,6 +135,7 @@ class Serve:
             for name, decoder in decoders.items():
                 latency[name] = summarize(timings[name], prompt_tokens) | footprints[name]
                 latency[name] |= {
+                    "step": decoder.step,
                     "compiled": decoder.compiled,
                     "compile_seconds": compiling[name],
                 }
@@ -231,6 +232,6 @@ def _say(latency: dict[str, Any], answers: dict[str, str]) -> None:
         f"  decode {before['decode_tokens_per_s']:.1f} to {after['decode_tokens_per_s']:.1f} "
         f"tokens/s, prefill {before['prefill_tokens_per_s']:.0f} to "
         f"{after['prefill_tokens_per_s']:.0f}, one request at a time, "
-        f"the step {'compiled' if after['compiled'] else 'as its modules are'}"
+        f"the step {after['step']}"
     )
     logger.info(f"  asked, it answers: {answers['after']}")

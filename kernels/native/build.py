@@ -20,7 +20,14 @@ from compress.kernels.tuned import cache_folder
 from compress.log import logger
 
 HERE = Path(__file__).parent
-TEXTS = ("native/ops.cpp", "native/rows.h", "dense/cpu.h", "w8a8/cpu.h", "wna16/cpu.h")
+TEXTS = (
+    "native/ops.cpp",
+    "native/rows.h",
+    "dense/cpu.h",
+    "token/cpu.h",
+    "w8a8/cpu.h",
+    "wna16/cpu.h",
+)
 COMPILER = "CXX"
 FLAGS = (
     "-std=c++20",

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../dense/cpu.h"
+#include "../token/cpu.h"
 #include "../w8a8/cpu.h"
 #include "../wna16/cpu.h"
 
@@ -96,11 +97,47 @@ Tensor dequantize(const Tensor& words, const Tensor& scales, int64_t bits) {
   return out;
 }
 
+Tensor rmsnorm(const Tensor& x, const Tensor& weight, double eps) {
+  const int64_t m = x.size(0), k = x.size(1);
+  expect("x", x, {m, k});
+  expect("weight", weight, {k});
+  Tensor y = at::empty({m, k}, x.options());
+  for (int64_t i = 0; i < m; i++)
+    compress::rmsnorm(x.const_data_ptr<BFloat16>() + i * k, weight.const_data_ptr<BFloat16>(),
+                      y.data_ptr<BFloat16>() + i * k, k, eps);
+  return y;
+}
+
+Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
+              const Tensor& sin, Tensor& keys, Tensor& values, int64_t position, double scale) {
+  const int64_t groups = keys.size(0), room = keys.size(1), size = keys.size(2);
+  const int64_t queries = q.numel() / (groups * size);
+  TORCH_CHECK(position >= 0 && position < room, "token ", position, " of a cache for ", room);
+  expect("q", q, {1, groups * queries * size});
+  expect("k", k, {1, groups * size});
+  expect("v", v, {1, groups * size});
+  expect("cos", cos, {size});
+  expect("sin", sin, {size});
+  expect("keys", keys, {groups, room, size});
+  expect("values", values, {groups, room, size});
+  Tensor out = at::empty(q.sizes(), q.options());
+  compress::attend(q.const_data_ptr<BFloat16>(), k.const_data_ptr<BFloat16>(),
+                   v.const_data_ptr<BFloat16>(), cos.const_data_ptr<BFloat16>(),
+                   sin.const_data_ptr<BFloat16>(), keys.data_ptr<BFloat16>(),
+                   values.data_ptr<BFloat16>(), out.data_ptr<BFloat16>(), position, scale,
+                   {groups, queries, size, room});
+  return out;
+}
+
 TORCH_LIBRARY(compress_cpu, library) {
   library.def("dense(Tensor x, Tensor weight) -> Tensor");
   library.def("w8a8(Tensor x, Tensor weight, Tensor sums, Tensor scales, Tensor? bias) -> Tensor");
   library.def("wna16(Tensor x, Tensor words, Tensor scales, int bits) -> Tensor");
   library.def("dequantize(Tensor words, Tensor scales, int bits) -> Tensor");
+  library.def("rmsnorm(Tensor x, Tensor weight, float eps) -> Tensor");
+  library.def(
+      "attend(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, "
+      "Tensor(b!) values, int position, float scale) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(compress_cpu, CPU, library) {
@@ -108,6 +145,8 @@ TORCH_LIBRARY_IMPL(compress_cpu, CPU, library) {
   library.impl("w8a8", w8a8);
   library.impl("wna16", wna16);
   library.impl("dequantize", dequantize);
+  library.impl("rmsnorm", rmsnorm);
+  library.impl("attend", attend);
 }
 
 }  // namespace

@@ -5,21 +5,29 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
 )
 
 from compress.errors import UserError
+from compress.kernels import token
+from compress.kernels.check import relative_error
 from compress.kernels.native import build
 from compress.log import logger
 from compress.qtensor import QuantSpec
-from compress.runtime import decode
+from compress.runtime import decode, token_step
+from compress.runtime.cache import cache_for
 from compress.runtime.decode import Decoder, capacity
 from compress.runtime.generate import answer, generate
 from compress.runtime.loader import load
+from compress.runtime.token_step import Room, TokenStep
 from tests.unit.test_runtime import quantized
 
 SIZES = {
@@ -56,6 +64,50 @@ def test_one_answer_is_that_of_generate(stories260k: Path, dtype: torch.dtype) -
         )
         decoder = Decoder(load(stories260k, dtype=dtype))
         assert answer(decoder, tokenizer, prompt, 40) == wanted[0] != ""
+
+
+BLOCKS = {
+    "llama": LlamaConfig(**SIZES, mlp_bias=True, attention_bias=True, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=8),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32),
+}
+
+
+@pytest.mark.parametrize("family", token_step.FAMILIES)
+def test_a_token_without_modules_has_the_logits_of_the_modules(family: str) -> None:
+    if not token.available():
+        pytest.skip("no C++ compiler here")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(BLOCKS[family], dtype=torch.bfloat16).eval()
+    for name, weight in model.named_parameters():
+        if "bias" in name or "norm" in name:
+            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.5)
+    decoder, cache = Decoder(model), cache_for(model, "16")
+    assert token_step.why_not(model, cache) is None
+    step, ids = TokenStep(model), PROMPT
+    with torch.inference_mode():
+        model(PROMPT, cache=cache, use_cache=True)
+        room = Room.of(cache, PROMPT.shape[1] + 3)
+        for new in ([[5]], [[90]], [[41]]):
+            ids = torch.cat([ids, torch.tensor(new)], 1)
+            # bf16 rounds to 2^-9 in each of some twenty steps.
+            wanted = model(ids).logits[:, -1]
+            assert relative_error(step.logits(ids[:, -1:], room), wanted) < 0.03
+        with pytest.raises(RuntimeError, match="token 20 of a cache for 20"):
+            step(ids[:, -1:], room)
+    assert len(written(decoder)) == 24
+
+
+def test_what_has_no_step_without_modules() -> None:
+    def why(config: PretrainedConfig, kind: str = "16", dtype: torch.dtype = torch.bfloat16) -> str:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return str(token_step.why_not(model, cache_for(model, kind)))
+
+    assert "the model is torch.float32 on cpu" in why(BLOCKS["llama"], dtype=torch.float32)
+    assert "KV cache is in 8 bit" in why(BLOCKS["llama"], "kv8")
+    assert "layers with windows" in why(MistralConfig(**SIZES, sliding_window=8))
+    assert "the model is of llama with gelu" in why(LlamaConfig(**SIZES, hidden_act="gelu"))
 
 
 def test_an_answer_ends_where_the_model_ends_it(stories260k: Path) -> None:

@@ -1,0 +1,120 @@
+"""One token of one request on CPU without the modules: products, and one call for what is between.
+
+The modules of a block like Llama's are some forty operations of torch a token, and for a small
+model these and Python take as long as reading the weights. Here a block is a dozen calls. The
+products are the modules' own; norms, RoPE and attention are compress.kernels.token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from compress.kernels import token
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Of transformers: RMSNorm before attention and before a gated MLP with SiLU, full RoPE."""
+
+Linear = Callable[[Tensor], Tensor]
+Norm = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Room:
+    """Keys and values of one request, [KV heads, T, D] a layer, of which `length` are there."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    length: int
+
+    @staticmethod
+    def of(cache: Cache, size: int) -> "Room":
+        """What lies in `cache`, of one request, with room for `size` tokens."""
+
+        def grown(kept: Tensor) -> Tensor:
+            return F.pad(kept[0], (0, 0, 0, size - kept.shape[2]))
+
+        layers = cache.layers
+        keys, values = (
+            [grown(layer.keys) for layer in layers],
+            [grown(layer.values) for layer in layers],
+        )
+        return Room(keys, values, cache.get_seq_length())
+
+
+class TokenStep:
+    """The step of a model to which `why_not` objects nothing.
+
+    Its linears are called as they are, so compress.runtime.decode prepares them for single tokens.
+    Scores of attention are summed in another order than the modules do: last bits of bf16 differ.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        inner = model.model
+        self._embedding, self._rotary = inner.embed_tokens.weight, inner.rotary_emb
+        self._blocks = [_block(block) for block in inner.layers]
+        self._norm, self._head = _norm(inner.norm), model.lm_head.forward
+
+    def __call__(self, ids: Tensor, room: Room) -> Tensor:
+        """`ids` [1, 1] to the likeliest next id [1, 1]; `room` takes up the token."""
+        return self.logits(ids, room).float().argmax(-1, keepdim=True)
+
+    def logits(self, ids: Tensor, room: Room) -> Tensor:
+        """[1, V] after `ids` [1, 1]; `room` takes up the token."""
+        x = F.embedding(ids[0], self._embedding)
+        cos, sin = (t[0, 0] for t in self._rotary(x[None], torch.tensor([[room.length]])))
+        for block, keys, values in zip(self._blocks, room.keys, room.values, strict=True):
+            x = block(x, cos, sin, keys, values, room.length)
+        room.length += 1
+        return self._head(self._norm(x))
+
+
+def why_not(model: PreTrainedModel, cache: Cache) -> str | None:
+    """What keeps `model`, which would decode through `cache`, from a TokenStep; None: nothing."""
+    config = model.config
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
+        return f"it is for bfloat16 on CPU, the model is {model.dtype} on {model.device.type}"
+    activation = getattr(config, "hidden_act", "another activation")
+    if config.model_type not in FAMILIES or activation != "silu":
+        found = f"{config.model_type} with {activation}"
+        return f"it knows blocks of {', '.join(FAMILIES)} with silu, the model is of {found}"
+    if not all(type(layer) is DynamicLayer for layer in cache.layers):
+        return "the KV cache is in 8 bit, or has layers with windows"
+    return None if token.available() else "there is no C++ compiler"
+
+
+def _norm(module: nn.Module) -> Norm:
+    weight, eps, rmsnorm = module.weight, module.variance_epsilon, token.ops().rmsnorm
+    return lambda x: rmsnorm(x, weight, eps)
+
+
+def _block(block: Any) -> Callable[..., Tensor]:
+    """A function of x [1, hidden], cos and sin [D], keys and values [KV heads, T, D], position."""
+    attention, mlp = block.self_attn, block.mlp
+    before, between = _norm(block.input_layernorm), _norm(block.post_attention_layernorm)
+    q, k, v, o = (getattr(attention, f"{name}_proj").forward for name in "qkvo")
+    gate, up, down = (getattr(mlp, f"{name}_proj").forward for name in ("gate", "up", "down"))
+    scale, attend, size = attention.scaling, token.ops().attend, attention.head_dim
+    q_norm, k_norm = (
+        _norm(getattr(attention, name)) if hasattr(attention, name) else None
+        for name in ("q_norm", "k_norm")
+    )
+
+    def run(
+        x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: int
+    ) -> Tensor:
+        normed = before(x)
+        query, key, value = q(normed), k(normed), v(normed)
+        if q_norm is not None and k_norm is not None:
+            query = q_norm(query.view(-1, size)).view(1, -1)
+            key = k_norm(key.view(-1, size)).view(1, -1)
+        x = x + o(attend(query, key, value, cos, sin, keys, values, position, scale))
+        normed = between(x)
+        return x + down(F.silu(gate(normed)).mul_(up(normed)))
+
+    return run

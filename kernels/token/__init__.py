@@ -1,0 +1,21 @@
+"""What stands between the products of one new token in a block like Llama's, on CPU in bf16.
+
+    RMSNorm:    y_MK = w_K * x / sqrt(mean(x^2) + eps)
+    attention:  q, k turned by RoPE; k, v put into the cache; softmax(q k^T * scale) v
+
+H heads, KV heads of keys and values, D numbers a head, T tokens of room in the cache. As modules of
+torch these are twenty small operations a block, most of them Python. `reference.py` is the truth.
+"""
+
+import torch
+
+from compress.kernels.native import build
+
+__all__ = ["available", "ops"]
+
+available = build.available
+
+
+def ops() -> torch._ops._OpNamespace:
+    """Has `rmsnorm` and `attend`, with the arguments of reference.py, once `available`."""
+    return torch.ops.compress_cpu

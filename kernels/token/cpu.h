@@ -1,0 +1,81 @@
+// RMSNorm and attention of one token, as reference.py has them.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "../native/rows.h"
+
+namespace compress {
+
+inline void rmsnorm(const BFloat16* x, const BFloat16* weight, BFloat16* y, int64_t k, float eps) {
+  float squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < k; i++) squares += float(x[i]) * float(x[i]);
+  const float factor = 1 / std::sqrt(squares / k + eps);
+#pragma omp simd
+  for (int64_t i = 0; i < k; i++)
+    y[i] = BFloat16(float(BFloat16(float(x[i]) * factor)) * float(weight[i]));
+}
+
+// A head turned by RoPE, rounded where bf16 modules round.
+inline void rope(const BFloat16* x, const BFloat16* cos, const BFloat16* sin, BFloat16* y,
+                 int64_t d) {
+  const int64_t half = d / 2;
+  for (int64_t i = 0; i < d; i++) {
+    const float other = i < half ? -float(x[i + half]) : float(x[i - half]);
+    y[i] = BFloat16(float(BFloat16(float(x[i]) * float(cos[i]))) +
+                    float(BFloat16(other * float(sin[i]))));
+  }
+}
+
+struct Heads {
+  int64_t groups;   // of keys and values
+  int64_t queries;  // to each
+  int64_t size;     // D
+  int64_t room;     // T
+};
+
+// `queries` heads [.., D] over the first `length` of `keys` and `values` [T, D].
+inline void attend_group(const BFloat16* q, const BFloat16* keys, const BFloat16* values,
+                         BFloat16* out, int64_t length, float scale, const Heads& heads) {
+  const int64_t d = heads.size;
+  std::vector<float> query(q, q + d), weights(length), sums(d);
+  for (int64_t h = 0; h < heads.queries; h++) {
+    for (int64_t i = 0; i < d; i++) query[i] = float(q[h * d + i]) * scale;
+    float peak = -INFINITY, total = 0;
+    for (int64_t t = 0; t < length; t++) {
+      float score = 0;
+#pragma omp simd reduction(+ : score)
+      for (int64_t i = 0; i < d; i++) score += query[i] * float(keys[t * d + i]);
+      weights[t] = score;
+      peak = std::max(peak, score);
+    }
+    for (int64_t t = 0; t < length; t++) total += weights[t] = std::exp(weights[t] - peak);
+    std::fill(sums.begin(), sums.end(), 0.f);
+    for (int64_t t = 0; t < length; t++) {
+#pragma omp simd
+      for (int64_t i = 0; i < d; i++) sums[i] += weights[t] * float(values[t * d + i]);
+    }
+    for (int64_t i = 0; i < d; i++) out[h * d + i] = BFloat16(sums[i] / total);
+  }
+}
+
+inline void attend(const BFloat16* q, const BFloat16* k, const BFloat16* v, const BFloat16* cos,
+                   const BFloat16* sin, BFloat16* keys, BFloat16* values, BFloat16* out,
+                   int64_t position, float scale, const Heads& heads) {
+  const int64_t d = heads.size, width = heads.queries * d;
+  for_rows(heads.groups, 2 * (position + 1) * d * sizeof(BFloat16), [&](int64_t g) {
+    BFloat16 *own_keys = keys + g * heads.room * d, *own_values = values + g * heads.room * d;
+    rope(k + g * d, cos, sin, own_keys + position * d, d);
+    std::copy_n(v + g * d, d, own_values + position * d);
+    std::vector<BFloat16> turned(width);
+    for (int64_t h = 0; h < heads.queries; h++)
+      rope(q + g * width + h * d, cos, sin, &turned[h * d], d);
+    attend_group(turned.data(), own_keys, own_values, out + g * width, position + 1, scale, heads);
+  });
+}
+
+}  // namespace compress

@@ -1,0 +1,68 @@
+"""RMSNorm and attention of one token on CPU against the reference, and operands that do not fit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels import token
+from compress.kernels.check import relative_error
+from compress.kernels.token import reference
+
+pytestmark = pytest.mark.skipif(not token.available(), reason="no C++ compiler here")
+
+
+def bf16(*sizes: int) -> Tensor:
+    return torch.randn(*sizes).bfloat16()
+
+
+def of_one_token(groups: int, queries: int, size: int, room: int) -> tuple[Tensor, ...]:
+    """q, k, v, cos, sin, keys and values; the room's rest is NaN, which nothing may touch."""
+    angles = torch.randn(size // 2).repeat(2)
+    kept = bf16(groups, room, size), bf16(groups, room, size)
+    projected = (bf16(1, n * size) for n in (groups * queries, groups, groups))
+    return (*projected, angles.cos().bfloat16(), angles.sin().bfloat16(), *kept)
+
+
+@pytest.mark.parametrize("k", [1, 31, 64, 576])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_rmsnorm(k: int, size: float) -> None:
+    x, weight = size * bf16(3, k), bf16(k)
+    found, wanted = token.ops().rmsnorm(x, weight, 1e-5), reference.rmsnorm(x, weight, 1e-5)
+    # A root in another order carries a value over a rounding boundary now and then.
+    assert relative_error(found, wanted) < 2**-10
+    assert (found - wanted).abs().le(2**-7 * wanted.abs()).all()
+
+
+@pytest.mark.parametrize("position", [0, 1, 37, 299])
+@pytest.mark.parametrize(("groups", "queries", "size"), [(3, 3, 64), (1, 8, 8), (2, 1, 34)])
+def test_attention(position: int, groups: int, queries: int, size: int) -> None:
+    *projected, keys, values = of_one_token(groups, queries, size, 300)
+    keys[:, position:] = values[:, position:] = float("nan")
+    their_keys, their_values = keys.clone(), values.clone()
+    found = token.ops().attend(*projected, keys, values, position, size**-0.5)
+    wanted = reference.attend(*projected, their_keys, their_values, position, size**-0.5)
+    assert relative_error(found, wanted) < 2**-9
+    assert torch.equal(keys[:, : position + 1], their_keys[:, : position + 1])
+    assert torch.equal(values[:, : position + 1], their_values[:, : position + 1])
+    assert keys[:, position + 1 :].isnan().all()
+
+
+def test_scores_too_large_for_an_exponential_are_those_of_softmax() -> None:
+    q, *rest = of_one_token(1, 2, 16, 9)
+    found = token.ops().attend(1000 * q, *rest, 8, 1.0)
+    assert relative_error(found, reference.attend(1000 * q, *rest, 8, 1.0)) < 2**-9
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    q, k, v, cos, sin, keys, values = of_one_token(2, 2, 16, 8)
+    attend = token.ops().attend
+    for refused in (
+        lambda: token.ops().rmsnorm(q, cos, 1e-5),
+        lambda: attend(q, k[:, 1:], v, cos, sin, keys, values, 0, 1.0),
+        lambda: attend(q, k, v, cos, sin[:8], keys, values, 0, 1.0),
+        lambda: attend(q, k, v, cos, sin, keys, values[:, 1:], 0, 1.0),
+    ):
+        with pytest.raises(RuntimeError, match="wanted contiguous"):
+            refused()
+    with pytest.raises(RuntimeError, match="token 8 of a cache for 8"):
+        attend(q, k, v, cos, sin, keys, values, 8, 1.0)
