@@ -43,10 +43,11 @@ _joined: ContextVar[_Team] = ContextVar("joined", default=_ALONE)
 _working: ContextVar[_Team] = ContextVar("working", default=_ALONE)
 
 
-def lead(work: Callable[[], None]) -> None:
+def lead(work: Callable[[], object]) -> None:
     """Run `work` in the leader; a process that was started beside it helps until that ends."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "LOCAL_RANK" not in os.environ:
-        return work()
+        work()
+        return
     team = _join()
     _joined.set(team)
     if team.rank > 0:
@@ -74,13 +75,18 @@ def count() -> int:
     return _working.get().count
 
 
+def rank() -> int:
+    """Which of them this process is, from 0 on."""
+    return _working.get().rank
+
+
 def leads() -> bool:
     """Whether this process writes and speaks for all."""
-    return _working.get().rank == 0
+    return rank() == 0
 
 
 def sharded() -> bool:
-    """Whether a model that trains is cut over the processes: `accelerate launch --use_fsdp`."""
+    """Whether a model that learns is cut over the processes: `accelerate launch --use_fsdp`."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     return asked and _joined.get().count > 1
 

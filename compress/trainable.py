@@ -37,8 +37,8 @@ class ScaleLinear(nn.Module):
     def __init__(self, weight: QTensor, bias: Tensor | None) -> None:
         super().__init__()
         self.spec, self.stored = weight.spec, weight.scales.dtype
-        self.ints: Tensor
-        self.register_buffer("ints", weight.ints)
+        # A parameter, though it never learns, so that FSDP cuts it too.
+        self.ints = nn.Parameter(weight.ints, requires_grad=False)
         self.weight_scale = nn.Parameter(weight.scales.float())
         self.bias: Tensor | None
         self.register_buffer("bias", bias)
@@ -167,12 +167,16 @@ def as_stored(model: PreTrainedModel, learned: Mapping[str, Tensor]) -> dict[str
     return found
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a norm, by the name of its class."""
+    return type(module).__name__.endswith("Norm")
+
+
 def norms_and(inputs: tuple[str, ...], model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The norms and the linears called one of `inputs` that are in 16 bit, by parameter name."""
     found: dict[str, nn.Parameter] = {}
     for name, module in model.named_modules():
-        is_norm = type(module).__name__.endswith("Norm")
         is_input = isinstance(module, nn.Linear) and name.rpartition(".")[2] in inputs
-        if is_norm or is_input:
+        if is_norm(module) or is_input:
             found |= {f"{name}.{n}": p for n, p in module.named_parameters(recurse=False)}
     return found

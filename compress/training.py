@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from compress import processes
 from compress.log import progress
+from compress.sharding import cut_like, load_state, whole, whole_state
 
 KEEP_EVERY = 10  # steps between two states on disk
 
@@ -64,7 +65,8 @@ def relative_groups(
     Adam's steps have the size of the learning rate whatever the gradient, and scales of 8 and of
     4 bit, of wide and of narrow layers, lie orders of magnitude apart.
     """
-    return [(rate * float(p.detach().abs().mean()), {name: p}) for name, p in parameters.items()]
+    means = {name: float(whole(p.detach().abs().mean())) for name, p in parameters.items()}
+    return [(rate * means[name], {name: p}) for name, p in parameters.items()]
 
 
 def train(
@@ -114,11 +116,12 @@ def train(
         optimizer.step()
         if schedule.measured_after(step + 1):
             _note(history, step + 1, parameters, measure, dtype)
-        if ((step + 1) % KEEP_EVERY == 0 or step + 1 == schedule.steps) and processes.leads():
+        if (step + 1) % KEEP_EVERY == 0 or step + 1 == schedule.steps:
             _keep(file, step + 1, parameters, optimizer, history)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(history.best[name])
+            history.best[name] = whole(history.best[name])
     return history
 
 
@@ -152,12 +155,14 @@ def _keep(
 ) -> None:
     state = {
         "step": step,
-        "parameters": {name: p.detach() for name, p in parameters.items()},
-        "optimizer": optimizer.state_dict(),
+        "parameters": {name: whole(p.detach()) for name, p in parameters.items()},
+        "optimizer": whole_state(optimizer),
         "curve": history.curve,
         "best_step": history.best_step,
-        "best": history.best,
+        "best": {name: whole(best) for name, best in history.best.items()},
     }
+    if not processes.leads():
+        return
     aside = file.with_suffix(".tmp")
     try:
         with aside.open("wb") as opened:
@@ -180,6 +185,7 @@ def _restore(
     state = torch.load(file, weights_only=True, map_location="cpu")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(state["parameters"][name])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["step"], History(state["curve"], state["best_step"], state["best"])
+            parameter.copy_(cut_like(state["parameters"][name], parameter))
+    load_state(optimizer, state["optimizer"])
+    best = {name: cut_like(best, parameters[name]) for name, best in state["best"].items()}
+    return state["step"], History(state["curve"], state["best_step"], best)

@@ -16,6 +16,7 @@ from compress.errors import ConfigError, UserError
 from compress.labels import Labels
 from compress.log import logger
 from compress.model import storage_dtype
+from compress.sharding import shard
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
@@ -186,8 +187,8 @@ class Distill:
         the measured curve, the best step's tensors as they are stored, and how many values learned.
         """
         processes.refuse_fewer("distill.batch", batch)
-        config, latent = run.config, self.train == "latent"
-        model = make_trainable(load_exact(run.artifacts["quantized"], config), latent=latent)
+        config = run.config
+        model = self._student(run)
         groups = self._groups(model)
         objective = Objective(self.loss, self.beta, self.temperature, self.hard)
         precision = getattr(torch, self.precision)
@@ -212,6 +213,21 @@ class Distill:
         )
         count = sum(p.numel() for _, group in groups for p in group.values())
         return history, as_stored(model, history.best), count
+
+    def _student(self, run: Run) -> PreTrainedModel:
+        """The quantized model as it learns; cut over the processes where that was asked for, which
+        load it one after another, into the memory of one.
+        """
+        source, latent = run.artifacts["quantized"], self.train == "latent"
+        if not processes.sharded():
+            return make_trainable(load_exact(source, run.config), latent=latent)
+        for turn in range(processes.count()):
+            if turn == processes.rank():
+                on_cpu = replace(run.config, device="cpu")
+                model = make_trainable(load_exact(source, on_cpu), latent=latent)
+                model = shard(model, run.config.device)
+            processes.wait()
+        return model
 
     def _groups(self, model: PreTrainedModel) -> list[tuple[float, dict[str, nn.Parameter]]]:
         """What learns, each with its learning rate."""
@@ -277,4 +293,13 @@ def _joined(text: data.Windows, written: Tensor) -> data.Windows:
 
 def _served_kl(run: Run, folder: Path) -> float:
     """The held-out KL of the model in `folder`, loaded from disk and run by the kernels."""
-    return heldout.distance_of(load_exact(folder, run.config), run.artifacts["statistics"]).kl
+    statistics = run.artifacts["statistics"]
+    if processes.sharded():  # too large to be loaded whole
+        model = run.config.model
+        return heldout.distance(
+            folder,
+            statistics,
+            device=run.config.device,
+            trust_remote_code=model.trust_remote_code,
+        ).kl
+    return heldout.distance_of(load_exact(folder, run.config), statistics).kl

@@ -225,6 +225,11 @@ class Extend:
         if not self.steps:
             return {}, []
         processes.refuse_fewer("extend.batch", self.batch)
+        if processes.sharded():
+            raise UserError(
+                "extend: its fine-tune is not cut over processes; launch with --multi_gpu in place "
+                "of --use_fsdp, or add extend.steps=0"
+            )
         model = _scaled(run, folder)
         steps = long_training.batches(
             texts,

@@ -1,0 +1,180 @@
+"""Several processes at one run: what they share, how they end, and that two give what one gives."""
+
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from launched import launched
+from safetensors.torch import load_file
+from small import SMALL, composed, die, forked
+
+from compress import data, pipeline, processes, training
+from compress.config import Config
+from compress.errors import UserError
+
+SETTINGS = (
+    *SMALL,
+    "stages=[plan,calibrate,quantize,distill]",
+    "quantize=w4a16",
+    "quantize.group_size=32",
+    "distill.samples=40",
+)
+
+
+def halves(folder: Path) -> str:
+    """Each process notes what it got; the leader's answer."""
+    own = processes.share(list(range(5)))
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    if processes.leads():
+        parameter.grad = torch.ones(2)
+    processes.sum_gradients([parameter])
+    assert parameter.grad is not None
+    found = {
+        "own": own,
+        "parts": processes.gathered(own),
+        "agreed": processes.agreed(processes.rank()),
+        "weight": processes.weight(len(own)),
+        "gradient": parameter.grad.tolist(),
+    }
+    (folder / f"{processes.rank()}.json").write_text(json.dumps(found))
+    return f"from {processes.rank()}"
+
+
+def test_what_runs_everywhere_gets_shares_and_is_alone_again_after(tmp_path: Path) -> None:
+    def work() -> None:
+        assert processes.count() == 1
+        assert processes.everywhere(halves, tmp_path) == "from 0"
+        assert (processes.count(), processes.share([1, 2, 3])) == (1, [1, 2, 3])
+
+    assert launched(work) == [0, 0]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert (first["own"], second["own"]) == ([0, 1], [2, 3, 4])
+    assert (first["weight"], second["weight"]) == (0.4, 0.6)
+    for found in (first, second):
+        assert found["parts"] == [[0, 1], [2, 3, 4]]
+        assert found["agreed"] == 0
+        assert found["gradient"] == [1, 1]
+
+
+def test_a_process_alone_has_everything() -> None:
+    done = []
+    processes.lead(lambda: done.append(processes.everywhere(processes.count)))
+    assert done == [1]
+    assert processes.share(torch.arange(3)).tolist() == [0, 1, 2]
+    assert processes.gathered("a") == ["a"]
+    assert processes.weight(7) == 1.0
+
+
+def fail(rank: int) -> None:
+    if processes.rank() == rank:
+        raise UserError("weights: nothing but zeros")
+    processes.wait()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_in_one_ends_all_with_one_line(
+    capfd: pytest.CaptureFixture[str], rank: int
+) -> None:
+    assert launched(lambda: processes.everywhere(fail, rank)) == [2, 2]
+    assert capfd.readouterr().err == "compress: weights: nothing but zeros\n"
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Config]:
+    folder = tmp_path_factory.mktemp("runs")
+
+    def make(out: str) -> Config:
+        return composed("recipe=tiny", f"model.path={tiny_model}", f"out={folder / out}", *SETTINGS)
+
+    data.fingerprint(make("any").data)  # reads the text, once for all that is forked
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(settings: Callable[[str], Config]) -> Path:
+    """The stages of a run by one process."""
+    assert forked(lambda: pipeline.run(settings("alone"))) == 0
+    return stages_of(settings("alone"))
+
+
+def stages_of(config: Config) -> Path:
+    return Path(config.out or "") / "stages"
+
+
+def with_all_but_distill(config: Config, alone: Path) -> Config:
+    """The run has the results of the one by one process, but for those of distill."""
+    shutil.copytree(alone, stages_of(config), ignore=shutil.ignore_patterns("distill*"))
+    return config
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def killed_at(step: int, config: Config) -> None:
+    """Run, and die when `step` steps of distill are done."""
+
+    def dying(items: Iterable[object], what: str, *_: object, **__: object) -> Iterator[object]:
+        for number, item in enumerate(items):
+            if (what, number) == ("distill", step):
+                die()
+            yield item
+
+    training.progress = dying  # type: ignore[assignment]
+    pipeline.run(config)
+
+
+def test_two_processes_give_what_one_gives_and_go_on_where_they_were_killed(
+    settings: Callable[[str], Config], alone: Path
+) -> None:
+    two, whole = settings("two"), with_all_but_distill(settings("whole"), alone)
+    assert launched(lambda: killed_at(11, two)) == [-signal.SIGKILL, 2]
+    state = torch.load(stages_of(two) / "distill.partial" / "work" / "distill.state")
+    assert state["step"] == training.KEEP_EVERY
+    assert launched(lambda: pipeline.run(two)) == [0, 0]
+    assert "distill: goes on" in (stages_of(two).parent / "log.txt").read_text()
+    for stage in ("calibrate", "labels", "quantize"):
+        assert files(stages_of(two) / stage) == files(alone / stage)
+    near(stages_of(two), alone)
+    assert launched(lambda: pipeline.run(whole)) == [0, 0]
+    assert files(stages_of(two) / "distill") == files(stages_of(whole) / "distill")
+
+
+def near(found: Path, wanted: Path) -> None:
+    """The students of two runs differ by no more than sums in another order do, rounded to 16 bit;
+    some of it shows, or both would be the same computation.
+    """
+    told = [json.loads((s / "distill.json").read_text())["metrics"] for s in (found, wanted)]
+    curves = [[point["kl"] for point in figures["curve"]] for figures in told]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    assert curves[0] != curves[1]
+    assert [figures["best_step"] for figures in told] == [20, 20]
+    one, other = (load_file(s / "distill" / "model.safetensors") for s in (found, wanted))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        largest = other[name].abs().max().float()
+        assert (tensor.float() - other[name].float()).abs().max() <= largest / 256, name
+
+
+def test_a_model_cut_over_two_processes_learns_what_one_learns(
+    settings: Callable[[str], Config], alone: Path
+) -> None:
+    cut = with_all_but_distill(settings("cut"), alone)
+    cut.distill.recompute = True
+    assert launched(lambda: pipeline.run(cut), ACCELERATE_USE_FSDP="true") == [0, 0]
+    near(stages_of(cut), alone)
+
+
+def test_a_process_without_a_window_is_refused(
+    settings: Callable[[str], Config], alone: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    few = with_all_but_distill(settings("few"), alone)
+    assert launched(lambda: pipeline.run(few), 3) == [2, 2, 2]
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("compress:")]
+    assert told == [
+        "compress: distill.batch is 2 over 3 processes; wanted at least 3, or fewer processes"
+    ]
