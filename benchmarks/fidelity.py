@@ -71,9 +71,9 @@ def judge(folders: list[Path], request: dict[str, Any], original: Path) -> None:
 
 
 def verdict(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """What the judge said of the checkpoint of `folder`; without tasks where none were asked."""
-    parts = PARTS if request["items"] else ("fidelity",)
-    said = [json.loads(judged(folder, part, request).read_text()) for part in parts]
+    """What the judge said of the checkpoint of `folder`, of tasks where these were asked of it."""
+    files = [judged(folder, part, request) for part in PARTS]
+    said = [json.loads(file.read_text()) for file in files if file.exists()]
     return {name: value for part in said for name, value in part.items()}
 
 
@@ -109,7 +109,7 @@ def report(
     setting: Setting, contenders: list[Contender], request: dict[str, Any], original: Path
 ) -> dict[str, Any]:
     """All that is known of one scheme, as it is committed."""
-    made = [c for c in contenders if (folder_of(c, setting) / "made.json").exists()]
+    known = [c for c in contenders if is_known(folder_of(c, setting), request)]
     return {
         "model": setting.model.name,
         "parameters": sum(tensor_elements(setting.model).values()),
@@ -127,7 +127,7 @@ def report(
         "versions": packages(),
         "date": datetime.now(UTC).date().isoformat(),
         "original": verdict(original, request),
-        "results": {c.name: result_of(c, setting, request) for c in made},
+        "results": {c.name: result_of(c, setting, request) for c in known},
     }
 
 
@@ -140,21 +140,26 @@ def run(options: argparse.Namespace) -> None:
     contenders = [with_fields(contender, options.set) for contender in CONTENDERS]
     for setting in settings:
         fit = [c for c in contenders if setting.spec.bits in c.bits]
-        for contender in fit:
-            if contender.name in options.only:
-                make(contender, setting)
-        folders = [folder_of(c, setting) for c in fit]
-        judge([f for f in folders if (f / "checkpoint").is_dir() and made_in(f)], request, original)
+        wanted = [contender for contender in fit if contender.name in options.only]
+        for contender in wanted:
+            make(contender, setting)
+        folders = [folder_of(contender, setting) for contender in wanted]
+        judge([folder for folder in folders if not failed(folder)], request, original)
         file = RESULTS / f"fidelity-{setting.folder.name}.json"
         write_json(file, report(setting, fit, request, original))
         print(file)
     print(write_tables(RESULTS, ROOT / "docs/fidelity.md"))
 
 
-def made_in(folder: Path) -> bool:
-    """Whether a checkpoint was finished there."""
-    file = folder / "made.json"
-    return file.exists() and "failed" not in json.loads(file.read_text())
+def failed(folder: Path) -> bool:
+    """Whether what was tried there did not run."""
+    return "failed" in json.loads((folder / "made.json").read_text())
+
+
+def is_known(folder: Path, request: dict[str, Any]) -> bool:
+    """Whether a contender was tried there, and judged where there is something to judge."""
+    tried = (folder / "made.json").exists()
+    return tried and (failed(folder) or judged(folder, "fidelity", request).exists())
 
 
 def with_fields(contender: Contender, fields: list[str]) -> Contender:
@@ -174,7 +179,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts and tasks")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
-    parser.add_argument("--only", nargs="+", default=names, choices=names, help="make just these")
+    parser.add_argument("--only", nargs="+", default=names, choices=names, help="just these")
     parser.add_argument("--items", type=int, default=200, help="of each task; 0: no tasks")
     parser.add_argument("--task-dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument(

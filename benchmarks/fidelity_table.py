@@ -105,7 +105,7 @@ def table(report: Result) -> str:
             if is_ours(name) and "kl" in result
         ]
         comes_to = f"Of the KL of the best peer here ({peer['label']}): {', '.join(ratios)}"
-        if "correct" in ours:
+        if "correct" in ours and "correct" in peer:
             difference = beside(ours, peer)
             comes_to += f"; average over the tasks, {ours['label']} less that peer: {difference}"
         lines += ["", f"{comes_to}."]
