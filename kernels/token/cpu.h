@@ -38,29 +38,45 @@ struct Heads {
   int64_t room;     // T
 };
 
-// `queries` heads [.., D] over the first `length` of `keys` and `values` [T, D].
+inline float dot(const float* a, const float* b, int64_t size) {
+  const int64_t whole = size / LANES * LANES;
+  Floats sums = {};
+  for (int64_t i = 0; i < whole; i += LANES) sums += load<Floats>(a + i) * load<Floats>(b + i);
+  float rest = 0;
+  for (int64_t i = whole; i < size; i++) rest += a[i] * b[i];
+  return sum(sums) + rest;
+}
+
+inline void softmax(float* x, int64_t size) {
+  const float peak = *std::max_element(x, x + size);
+  float total = 0;
+  for (int64_t i = 0; i < size; i++) total += x[i] = std::exp(x[i] - peak);
+  for (int64_t i = 0; i < size; i++) x[i] /= total;
+}
+
+// `queries` heads [.., D] over the first `length` of `keys` and `values` [T, D], each of which is
+// read and widened once.
 inline void attend_group(const BFloat16* q, const BFloat16* keys, const BFloat16* values,
                          BFloat16* out, int64_t length, float scale, const Heads& heads) {
-  const int64_t d = heads.size;
-  std::vector<float> query(q, q + d), weights(length), sums(d);
-  for (int64_t h = 0; h < heads.queries; h++) {
-    for (int64_t i = 0; i < d; i++) query[i] = float(q[h * d + i]) * scale;
-    float peak = -INFINITY, total = 0;
-    for (int64_t t = 0; t < length; t++) {
-      float score = 0;
-#pragma omp simd reduction(+ : score)
-      for (int64_t i = 0; i < d; i++) score += query[i] * float(keys[t * d + i]);
-      weights[t] = score;
-      peak = std::max(peak, score);
+  const int64_t d = heads.size, width = heads.queries * d;
+  std::vector<float> query(width), row(d), weights(heads.queries * length), sums(width);
+  for (int64_t i = 0; i < width; i++) query[i] = float(q[i]) * scale;
+  for (int64_t t = 0; t < length; t++) {
+    for (int64_t i = 0; i < d; i++) row[i] = float(keys[t * d + i]);
+    for (int64_t h = 0; h < heads.queries; h++) {
+      weights[h * length + t] = dot(&query[h * d], row.data(), d);
     }
-    for (int64_t t = 0; t < length; t++) total += weights[t] = std::exp(weights[t] - peak);
-    std::fill(sums.begin(), sums.end(), 0.f);
-    for (int64_t t = 0; t < length; t++) {
-#pragma omp simd
-      for (int64_t i = 0; i < d; i++) sums[i] += weights[t] * float(values[t * d + i]);
-    }
-    for (int64_t i = 0; i < d; i++) out[h * d + i] = BFloat16(sums[i] / total);
   }
+  for (int64_t h = 0; h < heads.queries; h++) softmax(&weights[h * length], length);
+  for (int64_t t = 0; t < length; t++) {
+    for (int64_t i = 0; i < d; i++) row[i] = float(values[t * d + i]);
+    for (int64_t h = 0; h < heads.queries; h++) {
+      const float weight = weights[h * length + t];
+#pragma omp simd
+      for (int64_t i = 0; i < d; i++) sums[h * d + i] += weight * row[i];
+    }
+  }
+  for (int64_t i = 0; i < width; i++) out[i] = BFloat16(sums[i]);
 }
 
 inline void attend(const BFloat16* q, const BFloat16* k, const BFloat16* v, const BFloat16* cos,
