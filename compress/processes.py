@@ -6,7 +6,8 @@ process that was started alone is its own leader: its share is everything, a sum
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -103,7 +104,7 @@ def gathered(value: T) -> list[T]:
     team = _working.get()
     found: list[Any] = [value] * team.count
     if team.count > 1:
-        _met(lambda: distributed.all_gather_object(found, value, team.words))
+        distributed.all_gather_object(found, value, team.words)
     return found
 
 
@@ -139,12 +140,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in plain:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    _met(
-        lambda: [
-            reduced.wait()
-            for reduced in [distributed.all_reduce(p.grad, async_op=True) for p in plain]
-        ]
-    )
+    for under_way in [distributed.all_reduce(p.grad, async_op=True) for p in plain]:
+        under_way.wait()
 
 
 def first_to_tell() -> bool:
@@ -174,22 +171,28 @@ def _help(team: _Team) -> None:
 def _said(team: _Team, job: Any = None) -> Any:
     """What the leader says, to all."""
     words = [job]
-    _met(lambda: distributed.broadcast_object_list(words, src=0, group=team.words))
+    with _company():
+        distributed.broadcast_object_list(words, src=0, group=team.words)
     return words[0]
 
 
 def _worked(team: _Team, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     before = _working.set(team)
-    found = work(*args, **kwargs)
-    wait()
+    with _company():
+        found = work(*args, **kwargs)
+        wait()
     _working.reset(before)  # not where it failed: see `lead`
     return found
 
 
-def _met(exchange: Callable[[], object]) -> None:
+@contextmanager
+def _company() -> Iterator[None]:
+    """Raise UserError where another process is no longer there."""
     try:
-        exchange()
+        yield
     except RuntimeError as error:
-        raise UserError(
-            "another process of this run has ended; the same command goes on from here"
-        ) from error
+        if isinstance(error, distributed.DistError) or "gloo/transport" in str(error):
+            raise UserError(
+                "another process of this run has ended; the same command goes on from here"
+            ) from error
+        raise

@@ -45,6 +45,16 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def collected(tensor: Tensor) -> Tensor:
+    """A tensor to be written. Of one that is cut the leader gets all, on CPU, and others nothing:
+    every process has to ask for it.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    full = tensor.full_tensor()
+    return full.cpu() if processes.leads() else full.new_empty(0)
+
+
 def cut_like(full: Tensor, tensor: Tensor) -> Tensor:
     """`full`, which every process has, cut as `tensor` is where it is of the same shape."""
     if not isinstance(tensor, DTensor) or full.shape != tensor.shape:
@@ -53,18 +63,18 @@ def cut_like(full: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(placed, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
-def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict, its tensors whole."""
+def collected_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict, its tensors as from `collected`."""
     state = optimizer.state_dict()
     each = {
-        number: {key: whole(value) for key, value in values.items()}
+        number: {key: collected(value) for key, value in values.items()}
         for number, values in state["state"].items()
     }
     return {**state, "state": each}
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Give the optimizer what `whole_state` gave, cut as its parameters are."""
+    """Give the optimizer what `collected_state` gave, cut as its parameters are."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     each = {
         number: {key: cut_like(value, parameters[number]) for key, value in values.items()}

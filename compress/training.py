@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compress import processes
 from compress.log import progress
-from compress.sharding import cut_like, load_state, whole, whole_state
+from compress.sharding import collected, collected_state, cut_like, load_state, whole
 
 KEEP_EVERY = 10  # steps between two states on disk
 
@@ -87,7 +87,7 @@ def train(
     OSError where the disk is full; the state before stays.
 
     Of several processes each calls this with the same parameters and a loss whose sum over them is
-    that of the step; all end with the same parameters.
+    that of the step; all end with the same parameters. The history's tensors are the leader's.
     """
     parameters = {name: p for _, group in groups for name, p in group.items()}
     for parameter in parameters.values():
@@ -121,7 +121,7 @@ def train(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(history.best[name])
-            history.best[name] = whole(history.best[name])
+            history.best[name] = collected(history.best[name])
     return history
 
 
@@ -155,11 +155,11 @@ def _keep(
 ) -> None:
     state = {
         "step": step,
-        "parameters": {name: whole(p.detach()) for name, p in parameters.items()},
-        "optimizer": whole_state(optimizer),
+        "parameters": {name: collected(p.detach()) for name, p in parameters.items()},
+        "optimizer": collected_state(optimizer),
         "curve": history.curve,
         "best_step": history.best_step,
-        "best": {name: whole(best) for name, best in history.best.items()},
+        "best": {name: collected(best) for name, best in history.best.items()},
     }
     if not processes.leads():
         return
@@ -182,7 +182,8 @@ def _restore(
 ) -> tuple[int, History]:
     if not file.exists():
         return 0, History()
-    state = torch.load(file, weights_only=True, map_location="cpu")
+    # Mapped where each of many processes takes a part of it.
+    state = torch.load(file, weights_only=True, map_location="cpu", mmap=processes.sharded())
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(cut_like(state["parameters"][name], parameter))

@@ -212,7 +212,7 @@ class Distill:
             dtype=storage_dtype(model.config, config.model.dtype),
         )
         count = sum(p.numel() for _, group in groups for p in group.values())
-        return history, as_stored(model, history.best), count
+        return history, as_stored(model, history.best) if processes.leads() else {}, count
 
     def _student(self, run: Run) -> PreTrainedModel:
         """The quantized model as it learns; cut over the processes where that was asked for, which

@@ -160,12 +160,14 @@ def near(found: Path, wanted: Path) -> None:
         assert (tensor.float() - other[name].float()).abs().max() <= largest / 256, name
 
 
-def test_a_model_cut_over_two_processes_learns_what_one_learns(
+def test_a_model_cut_over_two_processes_learns_what_one_learns_killed_or_not(
     settings: Callable[[str], Config], alone: Path
 ) -> None:
     cut = with_all_but_distill(settings("cut"), alone)
     cut.distill.recompute = True
-    assert launched(lambda: pipeline.run(cut), ACCELERATE_USE_FSDP="true") == [0, 0]
+    sharded = {"ACCELERATE_USE_FSDP": "true"}
+    assert launched(lambda: killed_at(11, cut), **sharded) == [-signal.SIGKILL, 2]
+    assert launched(lambda: pipeline.run(cut), **sharded) == [0, 0]
     near(stages_of(cut), alone)
 
 
