@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,11 @@ def test_the_command_writes_a_page_and_figures(
         batching["continuous"]["tokens_per_s"] / batching["static"]["tokens_per_s"]
     )
     assert len(batching["rounds"]) == 2
+    cpu = {
+        way: median(turn[f"{way}_cpu_s"] for turn in batching["rounds"])
+        for way in ("static", "continuous")
+    }
+    assert batching["cpu_ratio"] == pytest.approx(cpu["static"] / cpu["continuous"])
     assert opened["rate"] == 50
     assert [set(r) for r in opened["requests"]] == [{"arrival_s", "ttft_s", "whole_s"}] * 4
     assert halves["prefill"]["tokens"] == 50

@@ -52,9 +52,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class Drive:
-    """How a load went. kv_tokens_most: the most tokens that lay in the KV cache, in whole pages."""
+    """How a load went. cpu_seconds: of all threads of this process, which other work on the machine
+    hardly changes. kv_tokens_most: the most tokens that lay in the KV cache, in whole pages.
+    """
 
     seconds: float
+    cpu_seconds: float
     forwards: int
     kv_tokens_most: int
     courses: list[Course]
@@ -76,7 +79,7 @@ async def _continuous(
 ) -> Drive:
     engine = Engine(model, [], limits)
     await engine.start()
-    forwards, start = engine.forwards, time.perf_counter()
+    forwards, start, cpu_start = engine.forwards, time.perf_counter(), time.process_time()
     courses = [Course(arrival) for arrival in arrivals]
     moments: list[Moment] = []
 
@@ -98,21 +101,22 @@ async def _continuous(
     try:
         await asyncio.gather(*map(serve, requests, courses))
     finally:
-        seconds = now()
+        seconds, cpu_seconds = now(), time.process_time() - cpu_start
         watching.cancel()
         await engine.stop()
-    return Drive(seconds, engine.forwards - forwards, engine.kv_tokens_most, courses, moments)
+    made = engine.forwards - forwards
+    return Drive(seconds, cpu_seconds, made, engine.kv_tokens_most, courses, moments)
 
 
 @torch.inference_mode()
-def static(model: PreTrainedModel, requests: Sequence[Request], size: int) -> float:
-    """Seconds for `requests` in batches of `size`, in their order, through `generate`.
+def static(model: PreTrainedModel, requests: Sequence[Request], size: int) -> tuple[float, float]:
+    """Seconds and CPU seconds for `requests` in batches of `size`, in their order, by `generate`.
 
     A batch is padded to its longest prompt, and ends with its longest answer.
     """
     # An end token that is never drawn: for None, `generate` takes the checkpoint's, and ends there.
     none = model.get_input_embeddings().num_embeddings
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     for first in range(0, len(requests), size):
         batch = requests[first : first + size]
         longest = max(len(request.prompt) for request in batch)
@@ -133,4 +137,4 @@ def static(model: PreTrainedModel, requests: Sequence[Request], size: int) -> fl
                 pad_token_id=0,
             ),
         )
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu_start
