@@ -7,6 +7,8 @@ $COMPRESS_CACHE, else in ~/.cache/compress. Where there is no compiler, torch's 
 import functools
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -29,15 +31,8 @@ TEXTS = (
     "wna16/cpu.h",
 )
 COMPILER = "CXX"
-FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-march=native",
-    "-mprefer-vector-width=512",
-    "-fopenmp",
-    "-fPIC",
-    "-shared",
-)
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+X86_FLAGS = ("-mprefer-vector-width=512",)
 
 
 @functools.cache
@@ -59,25 +54,40 @@ def available() -> bool:
             _build(program, binary)
         torch.ops.load_library(binary)
     except (OSError, RuntimeError) as error:  # no home, no room, a folder that runs nothing
-        logger.info(f"  {program} does not build the CPU's kernels, torch's serve: {error}")
+        logger.info(
+            f"  {shlex.join(program)} does not build the CPU's kernels, torch's serve: {error}"
+        )
         return False
     _register_fakes()
     return True
 
 
-def compiler() -> str | None:
-    """The C++ compiler: $CXX or g++, None where it is not found."""
-    return shutil.which(os.environ.get(COMPILER) or "g++")
+def compiler() -> list[str] | None:
+    """The words that call the C++ compiler: $CXX, such as `ccache g++`, or g++; None: not found."""
+    words = shlex.split(os.environ.get(COMPILER) or "g++")
+    program = shutil.which(words[0]) if words else None
+    return None if program is None else [program, *words[1:]]
 
 
-def binary_of(program: str) -> Path:
+def flags() -> tuple[str, ...]:
+    """Those of this kind of machine."""
+    return FLAGS + X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else FLAGS
+
+
+def binary_of(program: list[str]) -> Path:
     """Where the kernels built by `program` for this machine lie.
 
     Raises OSError where `program` does not run, RuntimeError where there is no home folder.
     """
-    version = subprocess.run([program, "--version"], capture_output=True, check=False).stdout
+    version = subprocess.run([*program, "--version"], capture_output=True, check=False).stdout
     texts = [(HERE.parent / name).read_bytes() for name in TEXTS]
-    parts = [*texts, version, " ".join(FLAGS).encode(), _cpu().encode(), torch.__version__.encode()]
+    parts = [
+        *texts,
+        version,
+        " ".join(flags()).encode(),
+        _cpu().encode(),
+        torch.__version__.encode(),
+    ]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return cache_folder() / "native" / f"{key}.so"
 
@@ -91,7 +101,7 @@ def _cpu() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _build(program: str, binary: Path) -> None:
+def _build(program: list[str], binary: Path) -> None:
     """Build `binary`, whole or not at all. Raises OSError or RuntimeError, one line that says why.
 
     Processes that build at once, on whatever machine, each do so in a folder of their own.
@@ -101,7 +111,7 @@ def _build(program: str, binary: Path) -> None:
     binary.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=binary.parent) as folder:
         aside = Path(folder) / binary.name
-        command = [program, *FLAGS, str(HERE / "ops.cpp"), "-o", str(aside)]
+        command = [*program, *flags(), str(HERE / "ops.cpp"), "-o", str(aside)]
         command += [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -201,7 +201,7 @@ def test_what_keeps_the_kernels_from_being_built_is_told_in_a_line(
     false = shutil.which("false")
     assert false is not None
     monkeypatch.setenv("COMPRESS_CACHE", str(spoilt))
-    binary = build.binary_of(false)
+    binary = build.binary_of([false])
     binary.parent.mkdir(parents=True)
     binary.write_text("no binary")
     for compiler, cache, said in (
@@ -209,6 +209,7 @@ def test_what_keeps_the_kernels_from_being_built_is_told_in_a_line(
         ("false", empty, "does not build the CPU's kernels, torch's serve: exit status 1"),
         ("false", file, f"Not a directory: '{file / 'native'}'"),
         ("false", spoilt, f"Could not load this library: {binary}"),
+        (f"'{false}' g++", empty, "false g++ does not build the CPU's kernels"),
     ):
         monkeypatch.setenv("CXX", compiler)
         monkeypatch.setenv("COMPRESS_CACHE", str(cache))
@@ -216,6 +217,15 @@ def test_what_keeps_the_kernels_from_being_built_is_told_in_a_line(
         assert said in caplog.messages[-1]
         assert "\n" not in caplog.messages[-1]
     assert list((empty / "native").iterdir()) == []
+
+
+def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = shutil.which("env")
+    for given, words in (("env g++ -g0", [env, "g++", "-g0"]), ("no-such++ g++", None)):
+        monkeypatch.setenv("CXX", given)
+        assert build.compiler() == words
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert not any(flag.startswith("-mprefer") for flag in build.flags())
 
 
 @pytest.mark.parametrize(
