@@ -2,10 +2,13 @@
 
 Frozen integers need no gradient and no optimizer state, and RoPE acts on what is in 16 bit, so the
 checkpoint needs no second quantization after training. Integers that learn are latent weights in
-float32, rounded going forward, and stored as what they round to.
+float32, or the integers with adapters of low rank added, rounded going forward, and stored as what
+they round to.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 ROTATED = (*QUERY_KEY, *FUSED_QKV)
 """What RoPE acts on, with V where it is in one matrix with Q and K."""
 ATTENTION_INPUTS = (*ROTATED, *VALUE)
+ADAPTER = ("adapter_up", "adapter_down")
 
 
 class ScaleLinear(nn.Module):
@@ -63,6 +67,63 @@ class LatentLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         ints = straight_through(self.latent, to_integers(self.latent.detach(), self.spec))
         return _linear(x, ints, _rounded(self.weight_scale, self.stored), self.bias, self.spec)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """rank: of what is added to a weight; alpha / rank: by what it is multiplied."""
+
+    rank: int
+    alpha: float
+
+
+class AdapterLinear(nn.Module):
+    """A linear whose integers are moved by what `adapter_up` [N, r] and `adapter_down` [r, K] make
+    in steps of the grid: added to them, and the sum rounded going forward, so that what is learned
+    survives the rounding (Bondarenko et al. 2024, arXiv:2406.06385). Scales as in ScaleLinear.
+
+    rounded: whether it is; else the linear computes with the sum as it is.
+    """
+
+    def __init__(self, weight: QTensor, bias: Tensor | None, adapters: Adapters) -> None:
+        super().__init__()
+        self.spec, self.stored = weight.spec, weight.scales.dtype
+        self.factor, self.rounded = adapters.alpha / adapters.rank, True
+        self.ints = nn.Parameter(weight.ints, requires_grad=False)
+        self.weight_scale = nn.Parameter(weight.scales.float())
+        n, k = weight.ints.shape
+        generator = torch.Generator().manual_seed(0)
+        down = torch.randn((adapters.rank, k), generator=generator).to(weight.ints.device)
+        self.adapter_down = nn.Parameter(down)
+        self.adapter_up = nn.Parameter(down.new_zeros((n, adapters.rank)))
+        self.bias: Tensor | None
+        self.register_buffer("bias", bias)
+
+    def moved(self, up: Tensor, down: Tensor) -> Tensor:
+        """The integers [N, K] with these adapters added, before rounding."""
+        return self.ints + self.factor * (up @ down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ints = self.moved(self.adapter_up, self.adapter_down)
+        if self.rounded:
+            ints = straight_through(ints, to_integers(ints.detach(), self.spec))
+        return _linear(x, ints, _rounded(self.weight_scale, self.stored), self.bias, self.spec)
+
+
+KINDS = (ScaleLinear, LatentLinear, AdapterLinear)
+
+
+@contextmanager
+def unrounded(model: PreTrainedModel) -> Iterator[None]:
+    """The model as its adapters would have it, if they were not rounded with the integers."""
+    linears = [module for module in model.modules() if isinstance(module, AdapterLinear)]
+    for linear in linears:
+        linear.rounded = False
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.rounded = True
 
 
 def to_integers(latent: Tensor, spec: QuantSpec) -> Tensor:
@@ -108,23 +169,32 @@ def straight_through_int8(x: Tensor) -> Tensor:
     return straight_through(x, (ints * scale).to(x.dtype))
 
 
-def load_exact(folder: Path, config: "Config") -> PreTrainedModel:
-    """The model in `folder` in float32 on the run's device, for training and for measuring it."""
+def load_exact(folder: Path, config: "Config", *, device: str | None = None) -> PreTrainedModel:
+    """The model in `folder` in float32, for training and for measuring it, on the run's device
+    unless another is given.
+    """
     return load(
         folder,
-        device=config.device,
+        device=device or config.device,
         dtype=torch.float32,
         trust_remote_code=config.model.trust_remote_code,
         fused=False,
     )
 
 
-def make_trainable(model: PreTrainedModel, *, latent: bool = False) -> PreTrainedModel:
+def make_trainable(
+    model: PreTrainedModel, *, latent: bool = False, adapters: Adapters | None = None
+) -> PreTrainedModel:
     """Swap every QuantLinear of `model`, in place, for one of the same weight that learns."""
-    kind = LatentLinear if latent else ScaleLinear
+
+    def swapped(module: QuantLinear) -> nn.Module:
+        if adapters is not None:
+            return AdapterLinear(module.qtensor(), module.bias, adapters)
+        return (LatentLinear if latent else ScaleLinear)(module.qtensor(), module.bias)
+
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantLinear):
-            model.set_submodule(name, kind(module.qtensor(), module.bias))
+            model.set_submodule(name, swapped(module))
     return model.requires_grad_(False)
 
 
@@ -133,14 +203,13 @@ def scales(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {
         f"{name}.weight_scale": module.weight_scale
         for name, module in model.named_modules()
-        if isinstance(module, ScaleLinear | LatentLinear)
+        if isinstance(module, KINDS)
     }
 
 
 def fewest_bits(model: PreTrainedModel) -> int:
     """Of its quantized linears; 8 where there are none."""
-    kinds = (ScaleLinear, LatentLinear)
-    return min((m.spec.bits for m in model.modules() if isinstance(m, kinds)), default=8)
+    return min((m.spec.bits for m in model.modules() if isinstance(m, KINDS)), default=8)
 
 
 def latents(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -152,16 +221,34 @@ def latents(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     }
 
 
+def adapters_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The adapters by the names of their linears, with `.adapter_up` and `.adapter_down`."""
+    return {
+        f"{name}.{part}": getattr(module, part)
+        for name, module in model.named_modules()
+        if isinstance(module, AdapterLinear)
+        for part in ADAPTER
+    }
+
+
 def as_stored(model: PreTrainedModel, learned: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was learned, by name, as the checkpoint's tensors: latent weights become integers."""
+    """What was learned, by name, as the checkpoint's tensors: latent weights, and integers with
+    their adapters, become integers.
+    """
     found: dict[str, Tensor] = {}
     for name, value in learned.items():
-        linear = name.removesuffix(".latent")
-        if linear == name:
-            found[name] = value
+        linear, _, part = name.rpartition(".")
+        if part == "latent":
+            moved = value
+        elif part == ADAPTER[0]:
+            down = learned[f"{linear}.{ADAPTER[1]}"]
+            module = cast(AdapterLinear, model.get_submodule(linear))
+            moved = module.moved(value.float(), down.float())
+        else:
+            found |= {} if part == ADAPTER[1] else {name: value}
             continue
-        spec = cast(LatentLinear, model.get_submodule(linear)).spec
-        ints = to_integers(value, spec).to(torch.int8)
+        spec = cast(LatentLinear | AdapterLinear, model.get_submodule(linear)).spec
+        ints = to_integers(moved, spec).to(torch.int8)
         packed = checkpoint.pack(linear, QTensor(ints, learned[f"{linear}.weight_scale"], spec))
         found |= packed
     return found

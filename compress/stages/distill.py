@@ -6,48 +6,24 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
 
-from compress import checkpoint, data, heldout, labels, processes, student
+from compress import checkpoint, data, labels, processes
 from compress.artifact import Artifact
 from compress.endpoint import Endpoint, connect
 from compress.errors import ConfigError, UserError
 from compress.labels import Labels
+from compress.learning import learn, served_kl
 from compress.log import logger
-from compress.model import storage_dtype
-from compress.sharding import shard
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
-from compress.student import LOSSES, Objective, order
+from compress.student import LOSSES
 from compress.teacher import Teacher, linear_weights, shared_vocabulary
-from compress.trainable import (
-    ATTENTION_INPUTS,
-    as_stored,
-    fewest_bits,
-    latents,
-    load_exact,
-    make_trainable,
-    norms_and,
-    scales,
-)
-from compress.training import History, Schedule, relative_groups, train
 
-WHAT = ("scales", "latent")
+WHAT = ("scales", "latent", "adapters")
 PRECISIONS = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Learning rates: of scales relative to their mean size in each layer, of the rest as it is."""
-
-    scales: float
-    rest: float
-
-
-RATES = {4: Rates(5e-4, 5e-5), 8: Rates(5e-5, 5e-6)}
-"""By the fewest bits of a layer: what is coarse has more to win, and what is fine more to lose."""
 
 
 @dataclass(kw_only=True)
@@ -59,11 +35,12 @@ class Distill:
     endpoint: a server that runs the teacher (http://HOST:PORT/v1, compress/endpoint.py); teacher is
     then the server's name for it, null: the only one that it has.
     top_k: the teacher's likeliest tokens that are kept, with the remaining mass as one more.
-    train: `scales` (with norms, Q and K, and V in 16 bit; the integers stay) or `latent` (the
-    integers too, by latent weights that are rounded going forward).
+    train: `scales` (with norms, Q and K, and V in 16 bit; the integers stay); `latent` (the
+    integers too, by latent weights that are rounded going forward); or `adapters` (the integers
+    too, moved by alpha / rank times a product of that rank, rounded with them going forward).
     batch: windows a step. epochs: times each window is seen. scale_rate: learning rate of the
     scales, relative to their mean size in each layer; rate: of norms, Q, K, V; null: by the bits
-    (RATES). latent_rate: of latent weights, in steps of the grid.
+    (RATES). latent_rate: of latent weights, in steps of the grid; adapter_rate: of adapters.
     loss: kl, reverse_kl or jensen_shannon, the last with the teacher's share beta; at this
     temperature; hard: the share of cross-entropy with the text itself.
     precision: arithmetic of the teacher and of the student while it learns; measured in float32.
@@ -89,6 +66,9 @@ class Distill:
     scale_rate: float | None = None
     rate: float | None = None
     latent_rate: float = 1e-2
+    rank: int = 16
+    alpha: float = 32.0
+    adapter_rate: float = 1e-3
     loss: str = "kl"
     beta: float = 0.5
     temperature: float = 1.0
@@ -99,7 +79,8 @@ class Distill:
     patience: int = 3
 
     def __post_init__(self) -> None:
-        counts = ("top_k", "batch", "epochs", "measures", "patience", "samples")
+        counts = ("top_k", "batch", "epochs", "measures", "patience", "samples", "rank")
+        above_0 = ("scale_rate", "rate", "latent_rate", "adapter_rate", "alpha", "temperature")
         least = {**dict.fromkeys(counts, 1), "length": 16}
         problems = [
             f"distill.{name} is {getattr(self, name)}; wanted at least {number}"
@@ -108,7 +89,7 @@ class Distill:
         ]
         problems += [
             f"distill.{name} is {value}; wanted above 0"
-            for name in ("scale_rate", "rate", "latent_rate", "temperature")
+            for name in above_0
             if (value := getattr(self, name)) is not None and value <= 0
         ]
         problems += [
@@ -148,13 +129,16 @@ class Distill:
         config, source = run.config, run.artifacts["quantized"]
         made = self._labels(run)
         batch = min(self.batch, len(made))
-        history, learned, count = processes.everywhere(self._learn, run, made, batch)
+        learned = processes.everywhere(learn, self, run, made, batch)
+        history = learned.history
         kept = history.best_step > 0
         if kept:
-            checkpoint.rewrite(source, out, learned, describe(source))
+            checkpoint.rewrite(source, out, learned.tensors, describe(source))
         else:
             checkpoint.hand_on(source, out)
-        before, after = _served_kl(run, source), _served_kl(run, out)
+        before, after = served_kl(run, source), served_kl(run, out)
+        if learned.unrounded is not None:
+            logger.info(f"  held-out KL {learned.unrounded:.4f} before adapters are rounded")
         logger.info(
             f"  held-out KL {before:.4f} to {after:.4f}, best at step {history.best_step}"
             if kept
@@ -167,7 +151,8 @@ class Distill:
             "teacher": self._teacher_name(),
             "train": self.train,
             "labels": made.figures,
-            "trained_parameters": count,
+            "trained_parameters": learned.count,
+            "unrounded_kl": learned.unrounded,
             "steps": done,
             "best_step": history.best_step,
             "tokens": done * step_tokens,
@@ -181,62 +166,6 @@ class Distill:
             "heldout_kl": {"before": before, "after": after},
             "notes": [] if kept else ["no step improved the held-out KL; the input is handed on"],
         }
-
-    def _learn(self, run: Run, made: Labels, batch: int) -> tuple[History, dict[str, Tensor], int]:
-        """Train on `batch` windows of `made` a step, of which several processes each take a share:
-        the measured curve, the best step's tensors as they are stored, and how many values learned.
-        """
-        processes.refuse_fewer("distill.batch", batch)
-        config = run.config
-        model = self._student(run)
-        groups = self._groups(model)
-        objective = Objective(self.loss, self.beta, self.temperature, self.hard)
-        precision = getattr(torch, self.precision)
-        steps = self.epochs * (len(made) // batch)
-        rows = order(len(made), self.epochs, config.seed)
-
-        def loss_of(step: int) -> Tensor:
-            windows = made.batch(processes.share(rows[step * batch : (step + 1) * batch]))
-            mean = student.loss(
-                model, windows, objective, precision=precision, recompute=self.recompute
-            )
-            return mean * processes.weight(int(windows.mask.sum()))
-
-        history = train(
-            groups,
-            loss_of,
-            lambda: heldout.distance_of(model, run.artifacts["statistics"]).kl,
-            Schedule(steps, measures=self.measures, patience=self.patience),
-            run.work,
-            what="distill",
-            dtype=storage_dtype(model.config, config.model.dtype),
-        )
-        count = sum(p.numel() for _, group in groups for p in group.values())
-        return history, as_stored(model, history.best) if processes.leads() else {}, count
-
-    def _student(self, run: Run) -> PreTrainedModel:
-        """The quantized model as it learns; cut over the processes where that was asked for, which
-        load it one after another, into the memory of one.
-        """
-        source, latent = run.artifacts["quantized"], self.train == "latent"
-        if not processes.sharded():
-            return make_trainable(load_exact(source, run.config), latent=latent)
-        for turn in range(processes.count()):
-            if turn == processes.rank():
-                on_cpu = replace(run.config, device="cpu")
-                model = make_trainable(load_exact(source, on_cpu), latent=latent)
-                model = shard(model, run.config.device)
-            processes.wait()
-        return model
-
-    def _groups(self, model: PreTrainedModel) -> list[tuple[float, dict[str, nn.Parameter]]]:
-        """What learns, each with its learning rate."""
-        default = RATES[fewest_bits(model)]
-        groups = relative_groups(self.scale_rate or default.scales, scales(model))
-        groups.append((self.rate or default.rest, norms_and(ATTENTION_INPUTS, model)))
-        if self.train == "latent":
-            groups.append((self.latent_rate, latents(model)))
-        return groups
 
     def _windows(self, run: Run, longest: int) -> data.Windows:
         """Text from the data of the run, and what the model wrote for calibrate; windows have at
@@ -289,17 +218,3 @@ def _joined(text: data.Windows, written: Tensor) -> data.Windows:
         ids=torch.cat([text.ids, more]),
         mask=torch.cat([text.mask, torch.ones_like(more)]),
     )
-
-
-def _served_kl(run: Run, folder: Path) -> float:
-    """The held-out KL of the model in `folder`, loaded from disk and run by the kernels."""
-    statistics = run.artifacts["statistics"]
-    if processes.sharded():  # too large to be loaded whole
-        model = run.config.model
-        return heldout.distance(
-            folder,
-            statistics,
-            device=run.config.device,
-            trust_remote_code=model.trust_remote_code,
-        ).kl
-    return heldout.distance_of(load_exact(folder, run.config), statistics).kl

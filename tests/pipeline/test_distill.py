@@ -52,6 +52,17 @@ def test_integers_learn_and_other_settings_use_the_labels_again(small: Small) ->
     assert all(torch.equal(before[name], after[name]) for name in packed)
     assert metrics(out)["kept"]
 
+    pipeline.run(small(*run, "distill.train=adapters", "distill.rank=4", "force=[distill]"))
+    told = metrics(out)
+    assert told["kept"]
+    assert told["kl"]["after"] < told["kl"]["before"]
+    best = min(point["kl"] for point in told["curve"])
+    assert told["kl"]["after"] == pytest.approx(best, rel=1e-3)
+    assert told["unrounded_kl"] != best
+    assert made(out) == labels
+    after = TensorFiles(out / "stages" / "distill")
+    assert any(not torch.equal(before[name], after[name]) for name in packed)
+
 
 def test_a_teacher_behind_a_server_teaches_what_it_would_from_its_folder(
     small: Small, tiny_model: Path

@@ -5,7 +5,8 @@ import torch
 
 from compress.data import Windows
 from compress.errors import ConfigError, UserError
-from compress.stages.distill import RATES, Distill, _joined
+from compress.learning import RATES
+from compress.stages.distill import Distill, _joined
 
 
 def test_every_wrong_setting_is_told_at_once() -> None:
@@ -15,7 +16,7 @@ def test_every_wrong_setting_is_told_at_once() -> None:
         "distill.samples is 0; wanted at least 1",
         "distill.rate is 0.0; wanted above 0",
         "distill.loss is 'kld'; wanted one of kl, reverse_kl, jensen_shannon",
-        "distill.train is 'all'; wanted one of scales, latent",
+        "distill.train is 'all'; wanted one of scales, latent, adapters",
         "distill.precision is 'fp8'; wanted one of float32, bfloat16",
         "distill.beta is 1.0; wanted between 0 and 1",
         "distill.hard is 2.0; wanted 0 to 1",

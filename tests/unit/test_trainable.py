@@ -10,14 +10,18 @@ from compress.qtensor import QTensor, QuantSpec, pack_int32
 from compress.trainable import (
     ATTENTION_INPUTS,
     ROTATED,
+    AdapterLinear,
+    Adapters,
     LatentLinear,
     ScaleLinear,
+    adapters_of,
     as_stored,
     fewest_bits,
     latents,
     norms_and,
     scales,
     straight_through_int8,
+    unrounded,
 )
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
@@ -122,3 +126,61 @@ def test_latent_weights_are_stored_as_the_integers_that_they_round_to() -> None:
     assert found[f"{name}.weight_shape"].tolist() == [6, 64]
     assert torch.equal(found["model.norm.weight"], torch.ones(64))
     assert not any(key.endswith(".latent") for key in found)
+
+
+def with_adapters(up: float) -> AdapterLinear:
+    """Adapters of rank 2 that move every integer by `up` steps of the grid."""
+    linear = AdapterLinear(weight(), None, Adapters(rank=2, alpha=4.0))
+    with torch.no_grad():
+        linear.adapter_down.fill_(0.5)
+        linear.adapter_up.fill_(up / 2)
+    return linear
+
+
+def test_adapters_begin_as_nothing_and_move_the_integers_by_whole_steps() -> None:
+    x, frozen = torch.randn(5, 64), ScaleLinear(weight(), None)
+    new = AdapterLinear(weight(), None, Adapters(rank=2, alpha=4.0))
+    assert torch.allclose(new(x), frozen(x), atol=1e-6)
+    assert torch.allclose(with_adapters(0.49)(x), frozen(x), atol=1e-6)
+    moved = (weight().ints + 1.0).clamp(-8, 7) * frozen.weight_scale.repeat_interleave(32, 1)
+    assert torch.allclose(with_adapters(0.51)(x), x @ moved.T, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_adapters_is_that_of_the_weight_through_their_product() -> None:
+    x, upstream = torch.randn(5, 64), torch.randn(5, 6)
+    linear = with_adapters(0.2)
+    linear(x).backward(upstream)
+    moved = (upstream.T @ x) * linear.weight_scale.detach().repeat_interleave(32, 1)
+    assert linear.adapter_up.grad is not None
+    assert linear.adapter_down.grad is not None
+    expected = 2 * moved @ linear.adapter_down.detach().T
+    assert torch.allclose(linear.adapter_up.grad, expected, rtol=1e-4, atol=1e-5)
+    expected = 2 * linear.adapter_up.detach().T @ moved
+    assert torch.allclose(linear.adapter_down.grad, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_are_stored_as_the_integers_that_the_sum_rounds_to() -> None:
+    model = skeleton(LlamaConfig(**SIZES), torch.float32)
+    name = "model.layers.0.self_attn.o_proj"
+    model.set_submodule(name, with_adapters(1.3))
+    learned = {key: p.detach().bfloat16() for key, p in adapters_of(model).items()}
+    assert [key.rpartition(".")[2] for key in learned] == ["adapter_up", "adapter_down"]
+    learned[f"{name}.weight_scale"] = weight().scales.bfloat16()
+    found = as_stored(model, learned)
+    wanted = (weight().ints + 1).clamp(-8, 7).to(torch.int8)
+    assert torch.equal(found[f"{name}.weight_packed"], pack_int32(wanted, 4))
+    assert sorted(key.rpartition(".")[2] for key in found) == [
+        "weight_packed",
+        "weight_scale",
+        "weight_shape",
+    ]
+
+
+def test_a_model_says_what_its_adapters_would_without_rounding() -> None:
+    model = skeleton(LlamaConfig(**SIZES), torch.float32)
+    linear, x = with_adapters(0.3), torch.randn(5, 64)
+    model.set_submodule("model.layers.0.self_attn.o_proj", linear)
+    scales = linear.weight_scale.repeat_interleave(32, 1)
+    with unrounded(model):
+        assert torch.allclose(linear(x), x @ ((weight().ints + 0.3) * scales).T, atol=1e-5)
+    assert torch.allclose(linear(x), x @ (weight().ints * scales).T, atol=1e-5)
