@@ -28,7 +28,7 @@ def lazy_greedy(
     cost_of(blocks left out, in order): lower is better. What a block costs grows as others are
     left out before it, so its last known cost stands for it until it is the least of all (Minoux
     1978, Accelerated greedy algorithms): where that holds, the choice is that of trying all blocks
-    each time, and of SmolLM2's 30 blocks 10 are found by 57 trials in place of 255.
+    each time, and of SmolLM2's 30 blocks 10 are found by 147 trials in place of 255.
     """
     known = [(cost_of((block,)), block, 0) for block in blocks]
     heapq.heapify(known)

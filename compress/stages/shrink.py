@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,12 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
-from compress import checkpoint, cutting, data, heldout, labels, student
+from compress import checkpoint, cutting, data, heldout, labels, processes, student
 from compress.algorithms.prune import Removal
 from compress.artifact import Artifact, write_json
 from compress.cutting import Cut, Size, size_of
 from compress.errors import ConfigError, UserError
-from compress.heldout import Distance
 from compress.importance import choose
 from compress.labels import Labels
 from compress.log import logger
@@ -29,7 +29,7 @@ from compress.structure import stored_name
 from compress.student import Objective, order
 from compress.teacher import Teacher, linear_weights, shared_vocabulary
 from compress.trainable import load_exact
-from compress.training import Schedule, train
+from compress.training import History, Schedule, train
 
 SIZES = ("blocks", "mlp", "kv_heads")
 
@@ -142,12 +142,18 @@ class Shrink:
         held, given = run.work / "heldout", run.work / "given"
         said = _once(held, lambda folder: self._keep_heldout(run, folder))
         cut = _once(given, lambda folder: self._give(run, folder))
-        before = _distance(run, given, held)
+        distance = partial(
+            heldout.distance,
+            statistics=held,
+            device=run.config.device,
+            trust_remote_code=run.config.model.trust_remote_code,
+        )
+        before = distance(given)
         logger.info(f"  untrained: held-out KL {before.kl:.4f}, perplexity {before.ppl:.2f}")
         taught = self._taught(run, given, held, out) if self.samples else {"kept": False}
         if not taught["kept"]:
             checkpoint.hand_on(given, out)
-        after = _distance(run, out, held)
+        after = distance(out)
         logger.info(f"  in the end: held-out KL {after.kl:.4f}, perplexity {after.ppl:.2f}")
         kls = {"before": before.kl, "after": after.kl}
         return {
@@ -186,7 +192,12 @@ class Shrink:
         if given is not None:
             checkpoint.hand_on(given, folder)
         else:
-            model = _blocks(run, getattr(torch, self.precision))
+            model = BlockModel(
+                original,
+                device=run.config.device,
+                dtype=getattr(torch, self.precision),
+                trust_remote_code=options.trust_remote_code,
+            )
             size = self.size(model.config)
             text = self._windows(run, model.config, self.windows, run.config.seed)
             file = run.work.parent.parent / "shrink_trials.json"
@@ -207,40 +218,17 @@ class Shrink:
 
     def _taught(self, run: Run, given: Path, held: Path, out: Path) -> dict[str, Any]:
         """Train the student in `given`; where that makes it better, write it to `out`."""
-        config = run.config
         made = self._labels(run)
-        model = load_exact(given, config)
-        objective = Objective("kl", hard=self.hard)
-        precision = getattr(torch, self.precision)
         batch = min(self.batch, len(made))
-        steps = self.epochs * (len(made) // batch)
-        rows = order(len(made), self.epochs, config.seed)
-        weights = dict(model.named_parameters())
-
-        def loss_of(step: int) -> Tensor:
-            windows = made.batch(rows[step * batch : (step + 1) * batch])
-            return student.loss(
-                model, windows, objective, precision=precision, recompute=self.recompute
-            )
-
-        history = train(
-            [(self.rate, weights)],
-            loss_of,
-            lambda: heldout.distance_of(model, held).kl,
-            Schedule(steps, measures=self.measures, patience=self.patience),
-            run.work,
-            what="shrink",
-            dtype=storage_dtype(model.config, config.model.dtype),
-        )
+        history, best = processes.everywhere(self._learn, run, given, held, made, batch)
         kept = history.best_step > 0
         if kept:
-            best = {stored_name(model.config, name): t for name, t in history.best.items()}
             checkpoint.rewrite(given, out, best, describe(given))
         done, step_tokens = history.curve[-1]["step"], made.figures["tokens"] * batch // len(made)
-        multiplied = linear_weights(given, config.model.trust_remote_code)
+        multiplied = linear_weights(given, run.config.model.trust_remote_code)
         return {
             "labels": made.figures,
-            "trained_parameters": sum(p.numel() for p in weights.values()),
+            "trained_parameters": sum(tensor.numel() for tensor in best.values()),
             "steps": done,
             "best_step": history.best_step,
             "tokens": done * step_tokens,
@@ -250,8 +238,40 @@ class Shrink:
                 for p in history.curve
             ],
             "kept": kept,
-            "notes": [] if kept else ["no step improved the student; it stays as it was cut"],
+            "notes": [] if kept else ["no step improved the student; it stays as it was"],
         }
+
+    def _learn(
+        self, run: Run, given: Path, held: Path, made: Labels, batch: int
+    ) -> tuple[History, dict[str, Tensor]]:
+        """Train all weights on `batch` windows of `made` a step, of which several processes each
+        take a share: the measured curve, and the best step's tensors by their stored names.
+        """
+        processes.refuse_fewer("shrink.batch", batch)
+        model = load_exact(given, run.config)
+        objective = Objective("kl", hard=self.hard)
+        precision = getattr(torch, self.precision)
+        rows = order(len(made), self.epochs, run.config.seed)
+
+        def loss_of(step: int) -> Tensor:
+            windows = made.batch(processes.share(rows[step * batch : (step + 1) * batch]))
+            mean = student.loss(
+                model, windows, objective, precision=precision, recompute=self.recompute
+            )
+            return mean * processes.weight(int(windows.mask.sum()))
+
+        history = train(
+            [(self.rate, dict(model.named_parameters()))],
+            loss_of,
+            lambda: heldout.distance_of(model, held).kl,
+            Schedule(
+                self.epochs * (len(made) // batch), measures=self.measures, patience=self.patience
+            ),
+            run.work,
+            what="shrink",
+            dtype=storage_dtype(model.config, run.config.model.dtype),
+        )
+        return history, {stored_name(model.config, n): t for n, t in history.best.items()}
 
     def _labels(self, run: Run) -> Labels:
         """The original's labels, which stay beside the stages: other settings read them again."""
@@ -284,24 +304,6 @@ class Shrink:
             seed=seed,
             description=run.config.data.source,
         )
-
-
-def _blocks(run: Run, dtype: torch.dtype) -> BlockModel:
-    return BlockModel(
-        run.artifacts["dense"],
-        device=run.config.device,
-        dtype=dtype,
-        trust_remote_code=run.config.model.trust_remote_code,
-    )
-
-
-def _distance(run: Run, folder: Path, held: Path) -> Distance:
-    return heldout.distance(
-        folder,
-        held,
-        device=run.config.device,
-        trust_remote_code=run.config.model.trust_remote_code,
-    )
 
 
 def _once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ Small = Callable[..., Config]
 
 CUT = ("shrink.blocks=3", "shrink.mlp=256", "shrink.kv_heads=1")
 TAUGHT = (*CUT, "shrink.samples=24", "shrink.length=64", "shrink.measures=2", "shrink.rate=1e-3")
-BUILD = "stages=[plan,calibrate,quantize,distill,export]"
 WITH_BARS = (importance, labels, training)
 
 
@@ -33,7 +32,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     from small import SMALL
 
     out = tmp_path_factory.mktemp("shrink") / "run"
-    words = ("recipe=tiny", f"model.path={tiny_model}", f"out={out}", "extend.factor=1")
+    words = (
+        "recipe=tiny",
+        f"model.path={tiny_model}",
+        f"out={out}",
+        "extend.factor=1",
+        "stages=[plan,calibrate,quantize,export,score,report]",
+    )
     pipeline.run(composed(*words, *SMALL, *TAUGHT))
     return out
 
@@ -105,7 +110,7 @@ def test_killed_it_goes_on_to_the_same_bytes(
     small: Small, finished: Path, bar: str, after: int
 ) -> None:
     def config() -> Config:
-        return small(*TAUGHT, BUILD, "extend.factor=1")
+        return small(*TAUGHT, "stages=[shrink]")
 
     assert forked(lambda: killed_in_bar(bar, after, config())) == -9
     out = Path(config().out or "")
