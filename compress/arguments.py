@@ -93,6 +93,13 @@ def quoted(text: str) -> str:
     return "'" + "\\'".join([*kept, pieces[-1]]) + tail + "'"
 
 
+def typed(word: str) -> str:
+    """A prepared word as a person types it: a path without the quotes that Hydra needs."""
+    name, _, value = word.partition("=")
+    bare = f"{name}={value[1:-1]}".replace("\\'", "'")
+    return bare if _is_quoted(value) and _for_hydra(bare, sweeps=False) == word else word
+
+
 def _is_quoted(value: str) -> bool:
     return len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
 

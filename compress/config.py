@@ -139,8 +139,9 @@ class Config:
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.stages = [name for name in STAGES if name in self.stages]
-        name = judged.name_of(self.checkpoint) if self.checkpoint else self.model.name
-        self.out = self.out or f"runs/{self.recipe}/{name}"
+        if not self.out:
+            name = judged.name_of(self.checkpoint) if self.checkpoint else self.model.name
+            self.out = f"runs/{self.recipe}/{name}"
 
     def stage(self, name: str) -> Stage:
         """The stage of this name, with its configuration."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from compress import judged, machine
+from compress import arguments, judged, machine
 from compress.eval import gate
 from compress.report.ledger import UNKNOWN, Terms, ledger
 from compress.report.verdict import verdict
@@ -75,7 +75,7 @@ def command(config: Any) -> str:
     (a run started from Python) the fields that decide what is run on what are named instead.
     """
     if HydraConfig.initialized():
-        given = [str(word) for word in HydraConfig.get().overrides.task]
+        given = [arguments.typed(word) for word in HydraConfig.get().overrides.task]
         words = [w for w in given if w.lstrip("+").split("=")[0] not in ("only", "force")]
     else:
         names = ("recipe", "out", "seed", "device", "engine")

@@ -56,6 +56,17 @@ def test_paths_are_taken_as_typed(name: str) -> None:
     assert (config.score.text, config.data.heldout) == (name, None)
 
 
+@given(st.text("'\"\\ ö=(),{}[]:~a/", min_size=1))
+@example("null")
+@example("'null'")
+@example("/models/a b")
+def test_a_prepared_word_is_shown_as_it_was_typed(text: str) -> None:
+    (word,) = arguments.prepared([f"out={text}"])
+    assert arguments.prepared([arguments.typed(word)]) == [word]
+    if text.isalnum() or text.startswith("/models"):
+        assert arguments.typed(word) == f"out={text}"
+
+
 def test_what_is_quoted_already_stays() -> None:
     assert arguments.prepared(["out='a b'"]) == ["out='a b'"]
 
