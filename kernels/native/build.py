@@ -29,6 +29,7 @@ TEXTS = (
     "token/cpu.h",
     "w8a8/cpu.h",
     "wna16/cpu.h",
+    "wna16/pairs.h",
 )
 COMPILER = "CXX"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")

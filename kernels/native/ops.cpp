@@ -12,6 +12,7 @@
 #include "../token/cpu.h"
 #include "../w8a8/cpu.h"
 #include "../wna16/cpu.h"
+#include "../wna16/pairs.h"
 
 namespace {
 
@@ -83,8 +84,12 @@ Tensor wna16(const Tensor& x, const Tensor& words, const Tensor& scales, int64_t
   const int64_t m = x.size(0), n = words.size(0);
   expect("x", x, {m, grid.groups * grid.group});
   Tensor y = at::empty({m, n}, x.options());
-  compress::wna16(floats(x).data(), as_bytes(words), scales.const_data_ptr<float>(),
-                  y.data_ptr<BFloat16>(), m, n, grid);
+  const float* each = scales.const_data_ptr<float>();
+  if (compress::pairs_take(grid))
+    compress::pairs(x.const_data_ptr<BFloat16>(), as_bytes(words), each, y.data_ptr<BFloat16>(), m,
+                    n, grid);
+  else
+    compress::wna16(floats(x).data(), as_bytes(words), each, y.data_ptr<BFloat16>(), m, n, grid);
   return y;
 }
 

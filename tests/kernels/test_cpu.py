@@ -1,6 +1,9 @@
 """The CPU kernels against the reference: fresh random inputs, odd shapes, every format."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -217,6 +220,22 @@ def test_what_keeps_the_kernels_from_being_built_is_told_in_a_line(
         assert said in caplog.messages[-1]
         assert "\n" not in caplog.messages[-1]
     assert list((empty / "native").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_int4_without_the_instruction_for_pairs_of_bf16(tmp_path: Path) -> None:
+    """Where this machine has it, in a build of its own that may not use it."""
+    if "avx512_bf16" not in build._cpu() or not build.available():
+        pytest.skip("no such instruction here, so the other tests are without it")
+    environ = os.environ | {"CXX": "g++ -mno-avx512bf16", "COMPRESS_CACHE": str(tmp_path)}
+    chosen = "test_wna16 and own or batch_of_few"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
+    done = subprocess.run(
+        [*command, __file__], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "36 passed" in done.stdout
+    assert len(list((tmp_path / "native").glob("*.so"))) == 1
 
 
 def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch) -> None:
