@@ -57,6 +57,9 @@ def test_a_checkpoint_is_judged_where_it_lies(
     assert [stage["name"] for stage in report["stages"]] == ["serve", "score"]
     assert "W8A8: " in report["verdict"]["headline"]
     assert "% smaller" in report["verdict"]["headline"]
+    page = (out / "report.html").read_text()
+    assert "The files of the weights: " in page
+    assert "the stage <code>export</code> was not run" not in page
     assert {file.name: file.read_bytes() for file in peer.iterdir()} == before
     assert not (out / "checkpoint").exists()
 
