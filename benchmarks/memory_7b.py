@@ -2,11 +2,15 @@
 
     .venv/bin/python benchmarks/memory_7b.py FOLDER               # 32 blocks, 13.5 GB
     .venv/bin/python benchmarks/memory_7b.py FOLDER --blocks 2    # the same, cut short
+    .venv/bin/python benchmarks/memory_7b.py FOLDER --blocks 2 --train    # distill instead
 
 Makes the model in FOLDER, takes it through plan, calibrate, quantize and export by each recipe, in
 processes of their own, checks that the checkpoint holds what its config.json wants, prints the
 table, writes benchmarks/results/memory-7b.json (with the blocks in its name where cut short), and
 removes FOLDER. Needs there the model, its temporary files and a checkpoint: 35 GB for 32 blocks.
+
+--train: int4_7b with plain rounding, then distill in each way of learning, steps of 2 windows of
+--length tokens, beside what plan said (memory-7b-train.json).
 """
 
 import argparse
@@ -19,11 +23,15 @@ from typing import Any
 
 from make_llama import make
 
+from compress.planning.training import WAYS
 from compress.runtime.loader import build_empty
 from compress.tensors import TensorFiles
 
 RECIPES = ("int4_7b", "int8_7b")
 STAGES = ("plan", "calibrate", "quantize", "export")
+TRAINED = ("plan", "calibrate", "quantize", "distill")
+PLAIN = ("quantize.rounding=nearest", "quantize.smooth=false", "quantize.clip=false")
+SHORT = ("distill.recompute=true", "distill.measures=1", "calibrate.heldout_windows=1")
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -44,6 +52,40 @@ def measure(model: Path, out: Path, recipe: str, options: list[str]) -> dict[str
         "hardware": manifests["quantize"]["hardware"],
         "packages": manifests["quantize"]["packages"],
     }
+
+
+def measure_training(model: Path, out: Path, way: str, length: int) -> dict[str, Any]:
+    """Let the model learn in a process of its own; the peak that plan said, and the one it had."""
+    text = (
+        f"data.samples=4 data.length={length} distill.samples=4 distill.length={length}"
+    ).split()
+    command = [sys.executable, "-m", "compress", "recipe=int4_7b", f"model.path={model}"]
+    stages = f"stages=[{','.join(TRAINED)}]"
+    settings = (*PLAIN, *SHORT, *text, f"distill.train={way}", "force=[distill]")
+    subprocess.run([*command, f"out={out}", stages, *settings], check=True)
+    plan, distill = (
+        json.loads((out / "stages" / f"{s}.json").read_text()) for s in ("plan", "distill")
+    )
+    return {
+        "planned": plan["metrics"]["training"][way],
+        "peak_rss_bytes": distill["peak_rss_bytes"],
+        "seconds": distill["seconds"],
+        "steps": distill["metrics"]["steps"],
+        "trained_parameters": distill["metrics"]["trained_parameters"],
+        "hardware": distill["hardware"],
+        "packages": distill["packages"],
+    }
+
+
+def training_table(results: dict[str, Any]) -> str:
+    """Results by what learned as Markdown."""
+    lines = ["| learns | planned GB | peak GB | off |", "|---|---:|---:|---:|"]
+    for way, result in results.items():
+        planned, peak = result["planned"]["total"], result["peak_rss_bytes"]
+        lines.append(
+            f"| {way} | {planned / 1e9:.2f} | {peak / 1e9:.2f} | {planned / peak - 1:+.0%} |"
+        )
+    return "\n".join(lines)
 
 
 def mismatches(checkpoint: Path) -> list[str]:
@@ -85,22 +127,34 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, help="decoder blocks, instead of 32")
     parser.add_argument("--samples", type=int, default=8, help="calibration windows")
     parser.add_argument("--length", type=int, default=256, help="tokens of each")
+    parser.add_argument("--train", action="store_true", help="measure distill instead")
     options = parser.parse_args()
     if options.folder.exists():
         sys.exit(f"{options.folder} is there already; remove it, or name another folder")
     model = options.folder / "model"
     size = make(model, "7b", blocks=options.blocks)
-    data = [f"data.samples={options.samples}", f"data.length={options.length}"]
-    results = {}
-    for recipe in RECIPES:
-        out = options.folder / recipe
-        results[recipe] = measure(model, out, recipe, data)
-        shutil.rmtree(out)
+    if options.train:
+        out = options.folder / "train"
+        results = {way: measure_training(model, out, way, options.length) for way in WAYS}
+    else:
+        results = {name: _measured(options, name) for name in RECIPES}
     shutil.rmtree(options.folder)
-    name = "memory-7b" + (f"-{options.blocks}-blocks" if options.blocks else "")
-    record = {"model_bytes": size, "data": data, "recipes": results}
+    name = "memory-7b" + ("-train" if options.train else "")
+    name += f"-{options.blocks}-blocks" if options.blocks else ""
+    record = {"model_bytes": size, "data": _data(options), "recipes": results}
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(results))
+    print(training_table(results) if options.train else table(results))
+
+
+def _data(options: argparse.Namespace) -> list[str]:
+    return [f"data.samples={options.samples}", f"data.length={options.length}"]
+
+
+def _measured(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
+    out = options.folder / recipe
+    found = measure(options.folder / "model", out, recipe, _data(options))
+    shutil.rmtree(out)
+    return found
 
 
 if __name__ == "__main__":

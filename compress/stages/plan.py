@@ -14,7 +14,9 @@ from compress.log import logger
 from compress.model import linear_shapes, skeleton, storage_dtype, tensor_counts
 from compress.planning.memory import LOGIT, OVERHEAD, by_part, part_of, token_bytes
 from compress.planning.shape import widths
+from compress.planning.training import WAYS, Step, Student, training_bytes
 from compress.preflight import preflight
+from compress.qtensor import QuantSpec
 from compress.report import words
 from compress.runtime.cache import KV_CACHES, bytes_per_token, make_cache
 from compress.sizes import (
@@ -45,10 +47,10 @@ class Plan:
     """
 
     name: ClassVar[str] = "plan"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = None
-    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "scheme", "kv_cache")
+    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "scheme", "kv_cache", "distill")
 
     memory: str | None = None
     batch: int = 1
@@ -107,6 +109,10 @@ class Plan:
         per_token = by_kind[kv_cache]
         memory = self._memory(config, after["total"], per_token)
         self._say(before, after, parameters, by_kind, memory)
+        training = None
+        if "distill" in run.config.stages and run.config.budget is None:
+            student = _student(config, sizes, shapes, chosen.quantize, chosen.spec)
+            training = _training(run, student)
         if memory["fits"] is False:
             raise UserError(_does_not_fit(memory, per_token))
         return {
@@ -128,6 +134,7 @@ class Plan:
                 ],
             },
             "memory": memory,
+            "training": training,
             "quantized": list(stored),
             "kept": {name: why for name, why in reasons.items() if name not in stored},
             "notes": notes,
@@ -194,6 +201,45 @@ def _mixed(
         f"{len(stored)} linears"
     )
     return stored, [note, *offer.notes]
+
+
+def _student(
+    config: PretrainedConfig,
+    sizes: dict[str, int],
+    shapes: dict[str, tuple[int, int]],
+    quantized: list[str],
+    spec: QuantSpec,
+) -> Student:
+    text = config.get_text_config()
+    hidden, intermediate, vocabulary = widths(config)
+    head = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+    return Student(
+        tensors=sizes,
+        linears=shapes,
+        quantized=quantized,
+        spec=spec,
+        blocks=text.num_hidden_layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        attention=text.num_attention_heads * head,
+        vocabulary=vocabulary,
+    )
+
+
+def _training(run: Run, student: Student) -> dict[str, dict[str, int]]:
+    """What distill takes in each way of learning, by its own settings, over one process."""
+    settings = run.config.distill
+    step = Step(
+        windows=settings.batch,
+        length=settings.length,
+        recompute=settings.recompute,
+        precision=settings.precision,
+        rank=settings.rank,
+    )
+    found = {way: training_bytes(student, step, way) for way in WAYS}
+    sizes = ", ".join(f"{way} {parts['total'] / 1e9:.1f} GB" for way, parts in found.items())
+    logger.info(f"  distill in one process, by what learns (train={settings.train}): {sizes}")
+    return found
 
 
 def _of_the_student(parameters: int, whole: int) -> str:
