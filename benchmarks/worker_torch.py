@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/worker_torch.py ENGINE REQUEST.json ANSWER.json
 
-ENGINE is `transformers`, `native` (our runtime in bf16), `exact` (in float32, with the reference
-kernels) or `jittered` (the same with disturbed embeddings). The last two score only.
+ENGINE is `transformers`, `native` (our runtime in bf16, which writes and scores token by token, as
+it decodes), `exact` (in float32, with the reference kernels) or `jittered` (the same with disturbed
+embeddings). The last two score only.
 """
 
 import json
@@ -14,7 +15,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from compress.runtime.cache import cache_for
+from compress.runtime.decode import Decoder
 from compress.runtime.loader import load
+from compress.runtime.token_step import Room, TokenStep
 
 # The standard deviation of rounding to 8 significant bits, relative to the value, is 2^-10 to 2^-9.
 BF16_ROUNDING = 2**-10
@@ -26,7 +30,7 @@ def model_of(engine: str, folder: Path) -> PreTrainedModel:
     if engine == "transformers":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     if engine == "native":
-        return load(folder, dtype=torch.bfloat16)
+        return Decoder(load(folder, dtype=torch.bfloat16)).model
     model = load(folder, dtype=torch.float32, backend="reference")
     if engine == "jittered":
         embeddings = model.get_input_embeddings().weight
@@ -37,7 +41,7 @@ def model_of(engine: str, folder: Path) -> PreTrainedModel:
 
 @torch.inference_mode()
 def write(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
-    """The tokens that follow `prompt`, greedily."""
+    """The tokens that follow `prompt`, greedily, by transformers' `generate`."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids,
@@ -52,13 +56,36 @@ def write(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[in
     return output[0, len(prompt) :].tolist()
 
 
+def decode(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
+    """The same by our decoder."""
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    written: list[int] = []
+    for token in Decoder(model).tokens(torch.tensor([prompt]), new_tokens):
+        written.append(int(token))
+        if written[-1] in ends:
+            break
+    return written
+
+
 @torch.inference_mode()
 def score(
-    model: PreTrainedModel, prompt: list[int], continuation: list[int]
+    model: PreTrainedModel, prompt: list[int], continuation: list[int], *, decoding: bool
 ) -> tuple[list[float], list[int]]:
-    """Log-probability of each token of `continuation`, and the likeliest token in its place."""
-    logits = model(torch.tensor([prompt + continuation]), use_cache=False).logits[0].float()
-    said = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    """Log-probability of each token of `continuation`, and the likeliest token in its place.
+
+    decoding: token by token, as our runtime's step for one token gives them.
+    """
+    if decoding:
+        cache = cache_for(model, "16")
+        first = model(torch.tensor([prompt]), cache=cache).logits[:, -1]
+        step, room = TokenStep(model), Room.of(cache, len(prompt) + len(continuation))
+        rows = [step.logits(torch.tensor([[token]]), room) for token in continuation[:-1]]
+        logits = torch.cat([first, *rows]).float()
+    else:
+        whole = model(torch.tensor([prompt + continuation]), use_cache=False).logits[0].float()
+        logits = whole[len(prompt) - 1 : -1]
+    said = logits.log_softmax(-1)
     tokens = torch.tensor(continuation)
     return said.gather(1, tokens[:, None])[:, 0].tolist(), said.argmax(-1).tolist()
 
@@ -69,10 +96,14 @@ def main(engine: str, request_file: str, answer_file: str) -> None:
     model = model_of(engine, Path(request["checkpoint"])).eval()
     prompts, continuations = request["prompts"], request["continuations"]
     written = []
-    if engine not in SCORES_ONLY:
+    if engine == "native":
+        written = [decode(model, prompt, request["new_tokens"]) for prompt in prompts]
+    elif engine not in SCORES_ONLY:
         written = [write(model, prompt, request["new_tokens"]) for prompt in prompts]
     # The runtime goes first, with no text to score yet: its own is what all others score.
-    scored = [score(model, *pair) for pair in zip(prompts, continuations or written, strict=True)]
+    decoding = engine == "native"
+    pairs = zip(prompts, continuations or written, strict=True)
+    scored = [score(model, *pair, decoding=decoding) for pair in pairs]
     packages = ("torch", "transformers", "compressed-tensors")
     answer = {
         "versions": {name: version(name) for name in packages},
