@@ -66,9 +66,9 @@ class Shrink:
     samples: int = 128
     length: int = 512
     top_k: int = 64
-    batch: int = 2
+    batch: int = 1
     epochs: int = 1
-    rate: float = 2e-4
+    rate: float = 5e-4
     hard: float = 0.0
     precision: str = "float32"
     recompute: bool = False
