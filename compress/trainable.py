@@ -238,19 +238,15 @@ def as_stored(model: PreTrainedModel, learned: Mapping[str, Tensor]) -> dict[str
     found: dict[str, Tensor] = {}
     for name, value in learned.items():
         linear, _, part = name.rpartition(".")
-        if part == "latent":
-            moved = value
-        elif part == ADAPTER[0]:
-            down = learned[f"{linear}.{ADAPTER[1]}"]
-            module = cast(AdapterLinear, model.get_submodule(linear))
-            moved = module.moved(value.float(), down.float())
-        else:
-            found |= {} if part == ADAPTER[1] else {name: value}
-            continue
-        spec = cast(LatentLinear | AdapterLinear, model.get_submodule(linear)).spec
-        ints = to_integers(moved, spec).to(torch.int8)
-        packed = checkpoint.pack(linear, QTensor(ints, learned[f"{linear}.weight_scale"], spec))
-        found |= packed
+        if part not in ("latent", *ADAPTER):
+            found[name] = value
+        elif part != ADAPTER[1]:  # which goes with the other
+            module = cast(LatentLinear | AdapterLinear, model.get_submodule(linear))
+            if isinstance(module, AdapterLinear):
+                value = module.moved(value.float(), learned[f"{linear}.{ADAPTER[1]}"].float())
+            ints = to_integers(value, module.spec).to(torch.int8)
+            weight = QTensor(ints, learned[f"{linear}.weight_scale"], module.spec)
+            found |= checkpoint.pack(linear, weight)
     return found
 
 
