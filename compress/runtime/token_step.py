@@ -19,8 +19,8 @@ from compress.kernels import token
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Of transformers: RMSNorm before attention and before a gated MLP with SiLU, full RoPE."""
+HOMES = [f"transformers.models.{name}.modeling_{name}" for name in FAMILIES]
 
-Linear = Callable[[Tensor], Tensor]
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -39,11 +39,8 @@ class Room:
         def grown(kept: Tensor) -> Tensor:
             return F.pad(kept[0], (0, 0, 0, size - kept.shape[2]))
 
-        layers = cache.layers
-        keys, values = (
-            [grown(layer.keys) for layer in layers],
-            [grown(layer.values) for layer in layers],
-        )
+        keys = [grown(layer.keys) for layer in cache.layers]
+        values = [grown(layer.values) for layer in cache.layers]
         return Room(keys, values, cache.get_seq_length())
 
 
@@ -80,9 +77,10 @@ def why_not(model: PreTrainedModel, cache: Cache) -> str | None:
     if model.device.type != "cpu" or model.dtype != torch.bfloat16:
         return f"it is for bfloat16 on CPU, the model is {model.dtype} on {model.device.type}"
     activation = getattr(config, "hidden_act", "another activation")
-    if config.model_type not in FAMILIES or activation != "silu":
-        found = f"{config.model_type} with {activation}"
-        return f"it knows blocks of {', '.join(FAMILIES)} with silu, the model is of {found}"
+    # Not by config.model_type: Python of a model's own may use a known one.
+    if type(model).__module__ not in HOMES or activation != "silu":
+        found = f"{type(model).__name__} with {activation}"
+        return f"it knows {', '.join(FAMILIES)} with silu, the model is a {found}"
     if not all(type(layer) is DynamicLayer for layer in cache.layers):
         return "the KV cache is in 8 bit, or has layers with windows"
     return None if token.available() else "there is no C++ compiler"

@@ -7,6 +7,8 @@ H heads, KV heads of keys and values, D numbers a head, T tokens of room in the 
 torch these are twenty small operations a block, most of them Python. `reference.py` is the truth.
 """
 
+from typing import Any
+
 import torch
 
 from compress.kernels.native import build
@@ -16,6 +18,6 @@ __all__ = ["available", "ops"]
 available = build.available
 
 
-def ops() -> torch._ops._OpNamespace:
+def ops() -> Any:
     """Has `rmsnorm` and `attend`, with the arguments of reference.py, once `available`."""
     return torch.ops.compress_cpu

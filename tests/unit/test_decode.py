@@ -107,7 +107,9 @@ def test_what_has_no_step_without_modules() -> None:
     assert "the model is torch.float32 on cpu" in why(BLOCKS["llama"], dtype=torch.float32)
     assert "KV cache is in 8 bit" in why(BLOCKS["llama"], "kv8")
     assert "layers with windows" in why(MistralConfig(**SIZES, sliding_window=8))
-    assert "the model is of llama with gelu" in why(LlamaConfig(**SIZES, hidden_act="gelu"))
+    assert "the model is a LlamaForCausalLM with gelu" in why(
+        LlamaConfig(**SIZES, hidden_act="gelu")
+    )
 
 
 def test_an_answer_ends_where_the_model_ends_it(stories260k: Path) -> None:
