@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import MISSING
 from transformers import AutoTokenizer
 
@@ -64,6 +65,7 @@ def evaluate(
         tokenizer=AutoTokenizer.from_pretrained(folder),
         backend="causal",
         batch_size=batch_size,
+        softmax_dtype=torch.float32,  # in bfloat16 a likelihood has 3 digits
     )
     try:
         found = simple_evaluate(model, tasks=list(tasks), limit=limit, bootstrap_iters=1000)

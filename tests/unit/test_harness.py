@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from compress import harness
@@ -15,7 +16,8 @@ from compress.eval.judge import questions
 from compress.eval.own import read
 from compress.runtime.loader import load
 
-ITEMS = 100
+ITEMS = {"stories260k": 100, "smollm2": 30}
+"""So many of each set, by model: the larger answers a few a second."""
 
 needs_harness = pytest.mark.skipif(
     find_spec("lm_eval") is None, reason="lm-eval is not installed (pip install '.[harness]')"
@@ -52,28 +54,32 @@ METRICS = {
 @needs_harness
 @pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("folder", ITEMS)
 def test_every_item_is_judged_as_the_harness_does(
-    name: str, stories260k: Path, shared_data: Path, tmp_path: Path
+    folder: str, name: str, shared_data: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    original: Path = request.getfixturevalue(folder)
     data = shared_data / FILES[name]
     (tmp_path / "own.yaml").write_text(OURS[name].format(data=data))
-    tokenizer = AutoTokenizer.from_pretrained(stories260k)
-    model = load(stories260k)
+    tokenizer = AutoTokenizer.from_pretrained(original)
+    model = load(original)
     context = model.config.max_position_embeddings
-    ((task, its),) = questions([read(tmp_path / "own.yaml")], ITEMS, tokenizer, context)
+    ((task, its),) = questions([read(tmp_path / "own.yaml")], ITEMS[folder], tokenizer, context)
     answers = ask(model, tokenizer, task, its, batch_size=1)
     rows = score(task, its, answers)
     local = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
     config = {"task": name, "test_split": "test", **local, **THEIRS[name]}
-    found = harness.evaluate(stories260k, [config], limit=ITEMS, batch_size=1)
+    found = harness.evaluate(original, [config], limit=ITEMS[folder], batch_size=1)
     samples = {sample["doc"]["id"]: sample for sample in found["samples"][name]}
     for theirs, ours in METRICS[name].items():
         wanted = [samples[item.id][theirs] for item in its]
         assert rows[ours][:, 0].tolist() == wanted
-        assert sum(wanted) > 0 or name == "lambada"  # too hard for so small a model
+        assert sum(wanted) > 0 or (folder, name) == ("stories260k", "lambada")  # too hard for it
     for answer in answers:
         likelihoods = [response[0] for response in samples[answer.id]["filtered_resps"]]
-        assert answer.likelihoods == pytest.approx(likelihoods, rel=1e-4)
+        # In bfloat16 sums depend on how long a batch's rows are.
+        close = 1e-4 if model.dtype == torch.float32 else 1e-2
+        assert answer.likelihoods == pytest.approx(likelihoods, rel=close)
 
 
 def test_without_the_harness_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
