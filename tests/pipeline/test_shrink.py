@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress import importance, labels, pipeline, training
 from compress.config import Config
+from compress.data import python_docs
 from compress.errors import ConfigError, UserError
 from compress.source import describe
 
@@ -27,7 +29,21 @@ def manifest(out: Path, stage: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The option for a text that takes no time to tokenize."""
+    file = tmp_path_factory.mktemp("text") / "docs.txt"
+    file.write_text("\n\n".join(python_docs())[:100_000])
+    return f"data.path={file}"
+
+
+@pytest.fixture
+def short(small: Small, text: str) -> Small:
+    """A small run on that text."""
+    return partial(small, text)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, text: str) -> Path:
     """A whole run, quantized, distilled, served, scored and reported."""
     from small import SMALL
 
@@ -35,6 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     words = (
         "recipe=tiny",
         f"model.path={tiny_model}",
+        text,
         f"out={out}",
         "extend.factor=1",
         "stages=[plan,calibrate,quantize,export,score,report]",
@@ -107,10 +124,10 @@ def killed_in_bar(bar: str, after: int, config: Config) -> None:
 
 @pytest.mark.parametrize(("bar", "after"), [("leave out", 2), ("soft labels", 1), ("shrink", 11)])
 def test_killed_it_goes_on_to_the_same_bytes(
-    small: Small, finished: Path, bar: str, after: int
+    short: Small, finished: Path, bar: str, after: int
 ) -> None:
     def config() -> Config:
-        return small(*TAUGHT, "stages=[shrink]")
+        return short(*TAUGHT, "stages=[shrink]")
 
     assert forked(lambda: killed_in_bar(bar, after, config())) == -9
     out = Path(config().out or "")
@@ -121,28 +138,28 @@ def test_killed_it_goes_on_to_the_same_bytes(
     assert not list((out / "stages").glob("*.partial"))
 
 
-def test_other_settings_use_the_labels_again_and_cut_alone_is_handed_on(small: Small) -> None:
+def test_other_settings_use_the_labels_again_and_cut_alone_is_handed_on(short: Small) -> None:
     words = ("stages=[shrink]", *TAUGHT, "shrink.hard=1.0")
-    out = Path(small().out or "")
-    pipeline.run(small(*words))
+    out = Path(short().out or "")
+    pipeline.run(short(*words))
     (labels_file,) = (out / "stages" / "shrink_labels").glob("*0.arrow")
     made = labels_file.stat().st_mtime_ns
-    pipeline.run(small(*words, "shrink.rate=5e-4", "force=[shrink]"))
+    pipeline.run(short(*words, "shrink.rate=5e-4", "force=[shrink]"))
     assert labels_file.stat().st_mtime_ns == made
-    pipeline.run(small(*words, "shrink.samples=0", "force=[shrink]"))
+    pipeline.run(short(*words, "shrink.samples=0", "force=[shrink]"))
     told = manifest(out, "shrink")
     assert told["kept"] is False
     assert told["kl"]["after"] == told["kl"]["before"] > 0
     assert describe(out / "stages" / "shrink")["num_hidden_layers"] == 3
 
 
-def test_a_given_student_takes_the_original_s_place(small: Small, tmp_path: Path) -> None:
-    out = Path(small().out or "")
-    pipeline.run(small("stages=[shrink]", *CUT, "shrink.samples=0"))
+def test_a_given_student_takes_the_original_s_place(short: Small, tmp_path: Path) -> None:
+    out = Path(short().out or "")
+    pipeline.run(short("stages=[shrink]", *CUT, "shrink.samples=0"))
     given = tmp_path / "smaller"
     (out / "stages" / "shrink").rename(given)
     words = ("stages=[plan,calibrate,quantize]", f"shrink.student={given}", *TAUGHT[3:])
-    config = small(*words, out="other")
+    config = short(*words, out="other")
     assert config.stages == ["plan", "shrink", "calibrate", "quantize"]
     pipeline.run(config)
     told = manifest(Path(config.out or ""), "shrink")
@@ -152,13 +169,13 @@ def test_a_given_student_takes_the_original_s_place(small: Small, tmp_path: Path
     assert (given / "model.safetensors").stat().st_nlink == 1 or told["kept"]
 
 
-def test_it_is_off_unless_asked_for_and_its_place_is_not_skipped(small: Small) -> None:
-    assert "shrink" not in small().stages
-    assert small("shrink.blocks=3").stages[:3] == ["plan", "shrink", "calibrate"]
+def test_it_is_off_unless_asked_for_and_its_place_is_not_skipped(short: Small) -> None:
+    assert "shrink" not in short().stages
+    assert short("shrink.blocks=3").stages[:3] == ["plan", "shrink", "calibrate"]
     with pytest.raises(ConfigError, match="shrink runs only where asked to cut"):
-        small("force=[shrink]")
+        short("force=[shrink]")
     with pytest.raises(UserError, match=r"calibrate needs dense.*run it first with only=shrink"):
-        pipeline.run(small(*CUT, "only=calibrate"))
+        pipeline.run(short(*CUT, "only=calibrate"))
 
 
 @pytest.mark.parametrize(
@@ -171,9 +188,9 @@ def test_it_is_off_unless_asked_for_and_its_place_is_not_skipped(small: Small) -
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_computed(
-    small: Small, stories260k: Path, stages: str, option: str, said: str
+    short: Small, stories260k: Path, stages: str, option: str, said: str
 ) -> None:
-    config = small(f"stages=[{stages}]", f"shrink.{option.format(other=stories260k)}")
+    config = short(f"stages=[{stages}]", f"shrink.{option.format(other=stories260k)}")
     with pytest.raises(UserError) as raised:
         pipeline.run(config)
     assert said in str(raised.value)
