@@ -77,9 +77,10 @@ def test_every_item_is_judged_as_the_harness_does(
         assert sum(wanted) > 0 or (folder, name) == ("stories260k", "lambada")  # too hard for it
     for answer in answers:
         likelihoods = [response[0] for response in samples[answer.id]["filtered_resps"]]
-        # In bfloat16 sums depend on how long a batch's rows are.
-        close = 1e-4 if model.dtype == torch.float32 else 1e-2
-        assert answer.likelihoods == pytest.approx(likelihoods, rel=close)
+        # In bfloat16 sums depend on the length of a row, and a logit above 16 has steps of 1/8.
+        exact = model.dtype == torch.float32
+        close = {"rel": 1e-4} if exact else {"rel": 1e-2, "abs": 0.25}
+        assert answer.likelihoods == pytest.approx(likelihoods, **close)
 
 
 def test_without_the_harness_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
