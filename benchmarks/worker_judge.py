@@ -67,7 +67,7 @@ def correct(
     """Whether the model gets each item right."""
     if task.kind == "cloze":
         bar = progress(its, task.name, "item")
-        return [writes(model, tokenizer, i.prompt, spaced(i.references[0])) for i in bar]
+        return [writes(model, tokenizer, i.prompt, spaced(i.prompt, i.references[0])) for i in bar]
     answers = ask(model, tokenizer, task, its, batch_size=batch_size)
     return [answer.text in i.references for answer, i in zip(answers, its, strict=True)]
 

@@ -121,6 +121,15 @@ def test_a_word_is_right_where_greedy_decoding_writes_it():
     assert not worker.writes(Alphabet(), tokenizer, "letters:b", "bcd")
 
 
+def test_a_cloze_asks_for_its_word_after_a_space(monkeypatch):
+    asked = []
+    monkeypatch.setattr(worker, "writes", lambda *said: not asked.append(said[2:]))
+    its = [Item("1", "Once upon a", ("time",)), Item("2", "Once upon a ", ("time",))]
+    lambada = next(task for task in worker.TASKS if task.kind == "cloze")
+    assert worker.correct(Alphabet(), byte_tokenizer(bos=True), lambada, its, 2) == [True, True]
+    assert asked == [("Once upon a", " time"), ("Once upon a ", "time")]
+
+
 def judged(kl: float, right: str, **more: object) -> dict:
     correct = dict.fromkeys(table.TASKS, right)
     return {"kl": [kl, kl], "top1": [0.5, 0.7], "nll": [3.0, 3.0], "correct": correct, **more}
