@@ -29,8 +29,8 @@ from kept import results_before, settings, write_between
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from compress import choices
 from compress.artifact import write_json, write_text
+from compress.budget import choices
 from compress.eval import fidelity
 from compress.machine import hardware, packages
 from compress.model import linear_shapes

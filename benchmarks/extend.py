@@ -25,7 +25,6 @@ import torch
 from kept import results_before, settings, write_between
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from compress import long_training
 from compress.algorithms import rope
 from compress.artifact import write_json
 from compress.eval.length import sliding_windows
@@ -33,8 +32,9 @@ from compress.eval.length_judge import LengthJudge, length_judge
 from compress.machine import hardware, packages
 from compress.model import storage_dtype
 from compress.runtime.loader import load
-from compress.scaling import best, scale, search, window_of
-from compress.trainable import make_trainable
+from compress.training import long_training
+from compress.training.scaling import best, scale, search, window_of
+from compress.training.trainable import make_trainable
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compress import engines, source
 from compress.artifact import fingerprint, write_json, write_text
+from compress.blocks.structure import head_names
 from compress.checkpoint import read_quantization_config
-from compress.data import Data, leading_ids, split, windows
 from compress.engines import Preflight
 from compress.eval import fidelity
 from compress.model import linear_shapes, skeleton
@@ -33,7 +33,8 @@ from compress.source import read_config
 from compress.stages.calibrate import Calibrate
 from compress.stages.export import Export
 from compress.stages.quantize import Quantize
-from compress.structure import head_names
+from compress.text.documents import Data, split
+from compress.text.windows import draw, leading_ids
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "benchmarks"
@@ -138,7 +139,7 @@ def drawn(setting: Setting, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     data = Data(path=str(setting.text), heldout=str(setting.heldout), samples=SAMPLES)
     documents, _, _ = split(data)
     count, length = setting.ids.shape
-    return windows(
+    return draw(
         documents, tokenizer, count=count, length=length, seed=0, description="calibration"
     ).ids
 

@@ -11,8 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from compress import judged
-from compress.choices import budget_problem
-from compress.data import Data
+from compress.budget.choices import budget_problem
 from compress.engines import ENGINES
 from compress.errors import ConfigError, UserError
 from compress.source import Model
@@ -28,6 +27,7 @@ from compress.stages.report import Report
 from compress.stages.score import Score
 from compress.stages.serve import Serve
 from compress.stages.shrink import Shrink
+from compress.text.documents import Data
 
 STAGES = (
     "plan",

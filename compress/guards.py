@@ -15,11 +15,11 @@ from transformers import PretrainedConfig
 
 from compress.algorithms.blockwise import divide_outputs
 from compress.algorithms.rtn import SMALLEST_SCALE, scales_for
-from compress.collector import load_block_statistics
+from compress.blocks.collector import load_block_statistics
+from compress.blocks.structure import Feed, feeds, stored_name
 from compress.errors import UserError
 from compress.model import CHUNK, BlockModel
 from compress.qtensor import QuantSpec
-from compress.structure import Feed, feeds, stored_name
 from compress.tensors import TensorFiles
 
 LARGEST = torch.finfo(torch.float16).max

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.functional import nll_loss, pad
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from compress import data
 from compress.model import BlockModel
 from compress.stage import Run
 from compress.tensors import write_stream
+from compress.text import documents
+from compress.text.windows import Windows, draw
 
 FILE = "heldout.safetensors"
 LOGITS = 1 << 24
@@ -58,11 +59,11 @@ def save(folder: Path, ids: Tensor, mask: Tensor, logprobs: Iterable[Tensor]) ->
     write_stream(folder / FILE, sizes, itertools.chain([ids, mask.sum(1), first.half()], rest))
 
 
-def windows(run: Run, config: PretrainedConfig) -> data.Windows:
+def windows(run: Run, config: PretrainedConfig) -> Windows:
     """The held-out text by the settings of calibrate, for a model of this configuration."""
     settings, own = run.config.data, run.config.calibrate
-    _, held, description = data.split(settings)
-    return data.windows(
+    _, held, description = documents.split(settings)
+    return draw(
         held,
         AutoTokenizer.from_pretrained(
             run.original, trust_remote_code=run.config.model.trust_remote_code
@@ -76,7 +77,7 @@ def windows(run: Run, config: PretrainedConfig) -> data.Windows:
     )
 
 
-def record(run: Run, held: data.Windows, folder: Path) -> float:
+def record(run: Run, held: Windows, folder: Path) -> float:
     """Keep what the original says of `held`, as `save` does, one block of it in memory at a time;
     its perplexity there.
     """

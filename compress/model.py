@@ -16,10 +16,10 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from compress.blocks.structure import stored_name
 from compress.errors import UserError
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import assign, swap_linears, take_quantization
-from compress.structure import stored_name
 from compress.tensors import TensorFiles
 
 CHUNK = 1 << 25

@@ -7,8 +7,8 @@ import torch
 from transformers import PretrainedConfig
 
 from compress import engines
+from compress.blocks.structure import head_names
 from compress.model import linear_shapes, skeleton, storage_dtype
-from compress.structure import head_names
 
 if TYPE_CHECKING:
     from compress.config import Config

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress import data, source
+from compress import source
 from compress.artifact import Artifact, differences, fingerprint
 from compress.config import STAGES, Config
 from compress.errors import UserError
 from compress.eval.own import named
 from compress.eval.tasks import TASKS
 from compress.stage import Stage
+from compress.text import documents
 
 MANIFESTS = "manifests"
 """The kind that every stage can read: what the stages before it said."""
@@ -49,7 +50,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     student = config.shrink.student_folder() if "shrink" in config.stages else None
     shared = {
         "model": _by_content(config.section("model"), content),
-        "data": _by_content(config.section("data"), data.fingerprint(config.data)),
+        "data": _by_content(config.section("data"), documents.fingerprint(config.data)),
         "score_tasks": {
             task.name: [source.fingerprint(file) for file in task.files]
             for task in named(config.score.tasks)

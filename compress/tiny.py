@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from compress.data import Data, split
 from compress.errors import UserError
 from compress.log import progress
+from compress.text.documents import Data, split
 
 VOCABULARY = 1024
 CONTEXT = 256

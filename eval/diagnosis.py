@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from compress.data import leading_ids
 from compress.eval.layers import Blocks
+from compress.text.windows import leading_ids
 
 PROBES = (
     "The quick brown fox, it's 3.5% of 1,000!",

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.data import leading_ids
 from compress.errors import UserError
 from compress.log import progress
 from compress.runtime.cache import all_logits
+from compress.text.windows import leading_ids
 
 LEAST_WINDOW = 64
 WORST, CHOICES = 8, 3  # tokens told of one by one, and what each model would have said there

@@ -21,10 +21,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from compress.data import leading_ids
 from compress.errors import UserError
 from compress.eval import rules
 from compress.eval.tasks import Task
+from compress.text.windows import leading_ids
 
 PLACE = re.compile(r"\{(\w+)\}")
 SENTENCE_END = re.compile(r"[.!?]\s|[。！？\n]")

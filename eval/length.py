@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.data import leading_ids
 from compress.errors import UserError
-from compress.long_window import losses
+from compress.text.windows import leading_ids
+from compress.training.long_window import losses
 
 PARTS = 8
 """Equal parts of a window over which the perplexity is given."""

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.data import leading_ids
 from compress.eval.length import read, sliding_windows
 from compress.eval.length_needles import retrieve
+from compress.text.windows import leading_ids
 
 
 @dataclass(frozen=True)

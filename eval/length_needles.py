@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.data import leading_ids
 from compress.eval.likelihood import encode
-from compress.long_window import before_head, logits
+from compress.text.windows import leading_ids
+from compress.training.long_window import before_head, logits
 
 DIGITS = 5
 LEAST_FILLER = 0.5

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from compress.algorithms.rtn import rtn, search_clip, stored_scales
 from compress.algorithms.smooth import fake_quantize, search_strength
+from compress.blocks.structure import Feed
 from compress.qtensor import QTensor, QuantSpec
-from compress.structure import Feed
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.qtensor import QTensor
-from compress.trainable import straight_through_int8
+from compress.training.trainable import straight_through_int8
 
 FACTORS = 0.3, 1.2
 

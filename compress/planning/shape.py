@@ -11,11 +11,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from compress.blocks.structure import head_names
 from compress.errors import UserError
 from compress.model import find_blocks, skeleton, storage_dtype, tied_names
 from compress.runtime.cache import KV_CACHES, bytes_per_token
 from compress.source import read_config, reason_of
-from compress.structure import head_names
 from compress.support import refuse_unsupported
 
 

@@ -6,10 +6,10 @@ docs/planning.md has the formulas and what was measured.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from compress.long_window import CHUNK
 from compress.planning.memory import part_of
 from compress.qtensor import QuantSpec
-from compress.trainable import ATTENTION_INPUTS
+from compress.training.long_window import CHUNK
+from compress.training.trainable import ATTENTION_INPUTS
 
 FLOAT = 4
 HALF = 2

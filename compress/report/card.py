@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from compress.data import PYTHON_DOCS
 from compress.report import words
 from compress.report.pages import TEMPLATES, environment
+from compress.text.documents import PYTHON_DOCS
 
 STAGES = ("plan", "shrink", "calibrate", "allocate", "quantize", "distill", "extend", "score")
 """Those of which a card tells."""

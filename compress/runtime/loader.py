@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from compress.blocks.structure import model_name
 from compress.checkpoint import read_quantization_config
 from compress.errors import UserError
 from compress.kernels.backend import pick_backend
@@ -25,7 +26,6 @@ from compress.runtime import attention
 from compress.runtime.fused import fuse
 from compress.runtime.linear import QuantLinear
 from compress.runtime.pages import Pages
-from compress.structure import model_name
 from compress.tensors import TensorFiles
 
 # Old Llama checkpoints store these frequencies; they follow from the configuration.

@@ -10,23 +10,24 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import load_file
 
-from compress import checkpoint, choices, guards
+from compress import checkpoint, guards
 from compress.algorithms.budget import Option, assign
-from compress.allocation import figures
 from compress.artifact import fingerprint, write_json
-from compress.choices import Group, Offer, scheme_name
+from compress.budget import choices
+from compress.budget.allocation import figures
+from compress.budget.choices import Group, Offer, scheme_name
+from compress.budget.sensitivity import Sensitivity, Variant
 from compress.clock import Clock
-from compress.data import Windows
 from compress.engines import GROUP_SIZES
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.model import BlockModel, storage_dtype
 from compress.qtensor import QuantSpec, parse_scheme
 from compress.report.words import SPACE, size
-from compress.sensitivity import Sensitivity, Variant
 from compress.sizes import tensor_elements
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
+from compress.text.windows import Windows
 
 FILE = "sensitivities.json"
 UNTRIED = "more than one format: vLLM and our runtime were tried with a mixture, SGLang was not"

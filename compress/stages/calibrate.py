@@ -16,14 +16,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from compress import data, guards, heldout, hygiene, processes, written
-from compress.collector import Collector, layer_figures, picked_rows
+from compress import guards, heldout, processes
+from compress.blocks.collector import Collector, layer_figures, picked_rows
+from compress.blocks.hidden import HiddenStates, together
 from compress.errors import ConfigError
-from compress.hidden import HiddenStates, together
 from compress.log import logger, progress
 from compress.model import BlockModel, storage_dtype
 from compress.preflight import preflight
 from compress.stage import Run
+from compress.text import documents, hygiene, written
+from compress.text.windows import Windows, draw, leading_ids
 
 WINDOWS = "windows.safetensors"
 """Token ids and mask [n, T] of the calibration windows, and ids `written` [m, T] by the model, for
@@ -36,7 +38,7 @@ class Stream:
     """Windows on their way through the blocks; pick: see `Collector`."""
 
     name: str
-    windows: data.Windows
+    windows: Windows
     pick: Tensor
 
 
@@ -164,17 +166,17 @@ class Calibrate:
                 save_file(statistics, out / f"block_{index:03d}.safetensors")
             states.commit("calibration", "heldout")
 
-    def _windows(self, run: Run, model: BlockModel) -> tuple[data.Windows, data.Windows, list[int]]:
+    def _windows(self, run: Run, model: BlockModel) -> tuple[Windows, Windows, list[int]]:
         """Windows to calibrate on, others held out, and the tokens that every text begins with."""
         tokenizer = AutoTokenizer.from_pretrained(
             run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
         )
         settings = run.config.data
-        rest, _, _ = data.split(settings)
+        rest, _, _ = documents.split(settings)
         length = min(settings.length, model.config.get_text_config().max_position_embeddings)
         if length < settings.length:
             logger.info(f"  windows of {length} tokens, the model's own limit")
-        windows = data.windows(
+        windows = draw(
             rest,
             tokenizer,
             count=settings.samples,
@@ -182,7 +184,7 @@ class Calibrate:
             seed=settings.seed,
             description=settings.source,
         )
-        return windows, heldout.windows(run, model.config), data.leading_ids(tokenizer)
+        return windows, heldout.windows(run, model.config), leading_ids(tokenizer)
 
     def _measure(
         self,
@@ -265,12 +267,12 @@ def _compared(
     }
 
 
-def _embed(model: BlockModel, windows: data.Windows, batch: int) -> Iterator[Tensor]:
+def _embed(model: BlockModel, windows: Windows, batch: int) -> Iterator[Tensor]:
     for ids, mask in zip(windows.ids.split(batch), windows.mask.split(batch), strict=True):
         yield model.embed(ids.to(model.device), mask.to(model.device))
 
 
-def _keep_heldout(model: BlockModel, states: HiddenStates, held: data.Windows, out: Path) -> float:
+def _keep_heldout(model: BlockModel, states: HiddenStates, held: Windows, out: Path) -> float:
     """Write the original's log-probabilities of the held-out windows; returns its perplexity."""
     losses = []
 
@@ -284,9 +286,7 @@ def _keep_heldout(model: BlockModel, states: HiddenStates, held: data.Windows, o
     return float(torch.cat(losses).mean().exp())
 
 
-def _perplexity(
-    model: BlockModel, states: HiddenStates, windows: data.Windows, like: Tensor
-) -> float:
+def _perplexity(model: BlockModel, states: HiddenStates, windows: Windows, like: Tensor) -> float:
     """The original's perplexity on as much of the calibration windows as `like` [n, T] holds."""
     losses = []
     for rows, hidden in itertools.islice(states.batches("calibration", 1), len(like)):

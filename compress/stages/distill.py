@@ -9,18 +9,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from compress import checkpoint, data, labels, processes
+from compress import checkpoint, processes
 from compress.artifact import Artifact
-from compress.endpoint import Endpoint, connect
 from compress.errors import ConfigError, UserError
-from compress.labels import Labels
-from compress.learning import learn, served_kl
 from compress.log import logger
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
-from compress.student import LOSSES
-from compress.teacher import Teacher, linear_weights, shared_vocabulary
+from compress.text import documents
+from compress.text.windows import Windows, draw
+from compress.training import labels
+from compress.training.endpoint import Endpoint, connect
+from compress.training.labels import Labels
+from compress.training.learning import learn, served_kl
+from compress.training.student import LOSSES
+from compress.training.teacher import Teacher, linear_weights, shared_vocabulary
 
 WHAT = ("scales", "latent", "adapters")
 PRECISIONS = ("float32", "bfloat16")
@@ -32,8 +35,8 @@ class Distill:
 
     samples, length: windows of text, and tokens a window; those that calibrate.written made come
     on top. teacher: the folder of another model with the same tokenizer; null: the original.
-    endpoint: a server that runs the teacher (http://HOST:PORT/v1, compress/endpoint.py); teacher is
-    then the server's name for it, null: the only one that it has.
+    endpoint: a server that runs the teacher (http://HOST:PORT/v1, compress/training/endpoint.py);
+    teacher is then the server's name for it, null: the only one that it has.
     top_k: the teacher's likeliest tokens that are kept, with the remaining mass as one more.
     train: `scales` (with norms, Q and K, and V in 16 bit; the integers stay); `latent` (the
     integers too, by latent weights that are rounded going forward); or `adapters` (the integers
@@ -167,13 +170,13 @@ class Distill:
             "notes": [] if kept else ["no step improved the held-out KL; the input is handed on"],
         }
 
-    def _windows(self, run: Run, longest: int) -> data.Windows:
+    def _windows(self, run: Run, longest: int) -> Windows:
         """Text from the data of the run, and what the model wrote for calibrate; windows have at
         most `longest` tokens.
         """
         settings = run.config.data
-        rest, _, _ = data.split(settings)
-        text = data.windows(
+        rest, _, _ = documents.split(settings)
+        text = draw(
             rest,
             AutoTokenizer.from_pretrained(
                 run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
@@ -209,7 +212,7 @@ class Distill:
         return Teacher(folder, vocabulary, self.top_k, dtype, run.config.device, trust)
 
 
-def _joined(text: data.Windows, written: Tensor) -> data.Windows:
+def _joined(text: Windows, written: Tensor) -> Windows:
     """`text` [n, T], and what the model wrote, in windows of the same length."""
     length = text.ids.shape[1]
     more = written.flatten()[: written.numel() // length * length].view(-1, length)

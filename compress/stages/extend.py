@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from compress import checkpoint, data, heldout, long_training, processes
+from compress import checkpoint, heldout, processes
 from compress.algorithms import rope
 from compress.artifact import write_json
 from compress.errors import ConfigError, UserError
@@ -19,7 +19,11 @@ from compress.eval.length_judge import LengthJudge, length_judge
 from compress.eval.length_needles import ASKED
 from compress.log import logger
 from compress.model import storage_dtype
-from compress.scaling import (
+from compress.source import describe
+from compress.stage import Run
+from compress.text import documents
+from compress.training import long_training
+from compress.training.scaling import (
     best,
     check_frequencies,
     raise_limit,
@@ -28,9 +32,7 @@ from compress.scaling import (
     search,
     window_of,
 )
-from compress.source import describe
-from compress.stage import Run
-from compress.trainable import load_exact, make_trainable
+from compress.training.trainable import load_exact, make_trainable
 
 SHORT_RISE = 0.01
 """Rise of the perplexity in windows of the old length from which on it is told."""
@@ -178,13 +180,13 @@ class Extend:
 
     def _texts(self, run: Run, window: int, longer: int) -> tuple[LengthJudge, list[str]]:
         """What to judge by, of held-out text, and the documents to learn from."""
-        rest, held, description = data.split(run.config.data)
+        rest, held, description = documents.split(run.config.data)
         judge = length_judge(
             AutoTokenizer.from_pretrained(
                 run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
             ),
             # Conversations are joined as text: one alone would not fill a long window.
-            "\n\n".join(map(data.plain, held)),
+            "\n\n".join(map(documents.plain, held)),
             window=window,
             longer=longer,
             windows=self.heldout_windows,
@@ -194,7 +196,7 @@ class Extend:
             seed=run.config.seed,
             description=description,
         )
-        return judge, [data.plain(document) for document in rest]
+        return judge, [documents.plain(document) for document in rest]
 
     def _before(self, run: Run, source: Path, judge: LengthJudge) -> dict[str, Any]:
         model = load_exact(source, run.config)

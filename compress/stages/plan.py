@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PretrainedConfig
 
-from compress import choices
+from compress.budget import choices
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.model import linear_shapes, skeleton, storage_dtype, tensor_counts

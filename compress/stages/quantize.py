@@ -9,12 +9,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compress import checkpoint, choices, guards, heldout
+from compress import checkpoint, guards, heldout
 from compress.algorithms.blockwise import LayerReport
 from compress.artifact import write_json
-from compress.block_work import BlockWork
+from compress.blocks.collector import load_block_statistics
+from compress.blocks.streams import CalibrationStreams
+from compress.blocks.structure import knows
+from compress.blocks.work import BlockWork
+from compress.budget import choices
 from compress.clock import Clock
-from compress.collector import load_block_statistics
 from compress.errors import ConfigError
 from compress.log import logger, progress
 from compress.model import BlockModel, storage_dtype
@@ -23,8 +26,6 @@ from compress.qtensor import QuantSpec
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
-from compress.streams import CalibrationStreams
-from compress.structure import knows
 from compress.tensors import ToWrite, tensor_names
 
 ROUNDINGS = ("nearest", "gptq", "learned")

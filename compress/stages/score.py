@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from compress.data import heldout_text
 from compress.errors import ConfigError, UserError
 from compress.eval.fidelity import LEAST_WINDOW, windows
 from compress.eval.gate import Gate
@@ -16,6 +15,7 @@ from compress.eval.own import named
 from compress.eval.tasks import TASKS, shortened
 from compress.log import logger
 from compress.stage import Run
+from compress.text.documents import heldout_text
 
 
 @dataclass(kw_only=True)

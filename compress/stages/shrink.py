@@ -12,24 +12,27 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
-from compress import checkpoint, cutting, data, heldout, labels, processes, student
+from compress import checkpoint, heldout, processes
 from compress.algorithms.prune import Removal
 from compress.artifact import Artifact, write_json
-from compress.cutting import Cut, Size, size_of
+from compress.blocks.structure import stored_name
 from compress.errors import ConfigError, UserError
-from compress.importance import choose
-from compress.labels import Labels
 from compress.log import logger
 from compress.model import BlockModel, storage_dtype
 from compress.sizes import tensor_bytes, tensor_elements
 from compress.source import describe, read_config
 from compress.stage import Run
 from compress.stages.distill import PRECISIONS
-from compress.structure import stored_name
-from compress.student import Objective, order
-from compress.teacher import Teacher, linear_weights, shared_vocabulary
-from compress.trainable import load_exact
-from compress.training import History, Schedule, train
+from compress.text import documents
+from compress.text.windows import Windows, draw
+from compress.training import cutting, labels, student
+from compress.training.cutting import Cut, Size, size_of
+from compress.training.importance import choose
+from compress.training.labels import Labels
+from compress.training.loop import History, Schedule, train
+from compress.training.student import Objective, order
+from compress.training.teacher import Teacher, linear_weights, shared_vocabulary
+from compress.training.trainable import load_exact
 
 SIZES = ("blocks", "mlp", "kv_heads")
 
@@ -291,10 +294,10 @@ class Shrink:
             self._windows(run, config, self.samples, run.config.seed + 1),
         )
 
-    def _windows(self, run: Run, config: PretrainedConfig, count: int, seed: int) -> data.Windows:
+    def _windows(self, run: Run, config: PretrainedConfig, count: int, seed: int) -> Windows:
         """Text from the data of the run, without what is held out."""
-        rest, _, _ = data.split(run.config.data)
-        return data.windows(
+        rest, _, _ = documents.split(run.config.data)
+        return draw(
             rest,
             AutoTokenizer.from_pretrained(
                 run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code

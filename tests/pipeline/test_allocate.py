@@ -13,7 +13,8 @@ from small import SMALL, composed, die, forked
 from test_run import files
 from transformers import AutoModelForCausalLM
 
-from compress import gradients, pipeline
+from compress import pipeline
+from compress.budget import gradients
 from compress.config import Config
 from compress.errors import ConfigError, UserError
 from compress.report.words import size

@@ -10,14 +10,14 @@ from families import FAMILIES, family_config, random_model, save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compress.cutting import NARROWABLE, Cut, Size, refuse, size_of, write_cut
-from compress.data import Windows
+from compress.blocks.structure import LAYOUTS
 from compress.errors import UserError
-from compress.importance import choose
 from compress.model import BlockModel, find_blocks
 from compress.source import describe, read_config
-from compress.structure import LAYOUTS
 from compress.tensors import TensorFiles
+from compress.text.windows import Windows
+from compress.training.cutting import NARROWABLE, Cut, Size, refuse, size_of, write_cut
+from compress.training.importance import choose
 
 BLOCKS = 4
 WHOLE_GROUPS, WHOLE_MLP = list(range(2)), list(range(176))

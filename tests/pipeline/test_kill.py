@@ -8,11 +8,13 @@ import pytest
 from small import die, forked
 from test_run import files
 
-from compress import labels, pipeline, training
+from compress import pipeline
 from compress.artifact import Artifact
+from compress.blocks.hidden import HiddenStates
 from compress.config import Config
-from compress.hidden import HiddenStates
 from compress.stages import calibrate, quantize
+from compress.training import labels
+from compress.training import loop as training
 
 Small = Callable[..., Config]
 

@@ -12,9 +12,11 @@ from launched import launched
 from safetensors.torch import load_file
 from small import SMALL, composed, die, forked
 
-from compress import data, pipeline, processes, training
+from compress import pipeline, processes
 from compress.config import Config
 from compress.errors import UserError
+from compress.text import documents
+from compress.training import loop as training
 
 SETTINGS = (
     *SMALL,
@@ -90,7 +92,7 @@ def settings(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     def make(out: str) -> Config:
         return composed("recipe=tiny", f"model.path={tiny_model}", f"out={folder / out}", *SETTINGS)
 
-    data.fingerprint(make("any").data)  # reads the text, once for all that is forked
+    documents.fingerprint(make("any").data)  # reads the text, once for all that is forked
     return make
 
 

@@ -11,11 +11,13 @@ from small import composed, die, forked
 from test_run import files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compress import importance, labels, pipeline, training
+from compress import pipeline
 from compress.config import Config
-from compress.data import python_docs
 from compress.errors import ConfigError, UserError
 from compress.source import describe
+from compress.text.documents import python_docs
+from compress.training import importance, labels
+from compress.training import loop as training
 
 Small = Callable[..., Config]
 

@@ -10,9 +10,9 @@ from transformers import AutoConfig, LlamaConfig
 from compress.algorithms.blockwise import error_of_rtn, even_rows, report_on, smooth_block
 from compress.algorithms.rtn import rtn, scales_for, search_clip
 from compress.algorithms.smooth import fake_quantize, search_strength, tied
+from compress.blocks.structure import feeds
 from compress.model import skeleton
 from compress.qtensor import QuantSpec
-from compress.structure import feeds
 
 W8A8, W8, W4 = QuantSpec(8, None, 8), QuantSpec(8), QuantSpec(4, 32)
 

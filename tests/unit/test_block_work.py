@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compress.algorithms import gptq, rtn
-from compress.block_work import BlockWork
+from compress.blocks.collector import Collector, picked_rows
+from compress.blocks.streams import CalibrationStreams
+from compress.blocks.work import BlockWork
 from compress.clock import Clock
-from compress.collector import Collector, picked_rows
 from compress.machine import CLEAR_REFS, PeakMemory, high_water
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
-from compress.streams import CalibrationStreams
 
 H, K = 512, 1536
 BLOCK = 4 * (4 * H * H + 3 * H * K)  # bytes in float32

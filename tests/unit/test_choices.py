@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress import choices, engines
+from compress import engines
+from compress.budget import choices
 from compress.errors import UserError
 from compress.qtensor import QuantSpec, parse_scheme
 

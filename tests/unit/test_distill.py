@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from compress.data import Windows
 from compress.errors import ConfigError, UserError
-from compress.learning import RATES
 from compress.stages.distill import Distill, _joined
+from compress.text.windows import Windows
+from compress.training.learning import RATES
 
 
 def test_every_wrong_setting_is_told_at_once() -> None:

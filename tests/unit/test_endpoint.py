@@ -8,11 +8,11 @@ import torch
 from answering import as_vllm, server
 from transformers import AutoTokenizer
 
-from compress import endpoint
 from compress.algorithms.soft_labels import top_k
-from compress.endpoint import Endpoint, connect, likeliest
 from compress.errors import UserError
 from compress.runtime.loader import load
+from compress.training import endpoint
+from compress.training.endpoint import Endpoint, connect, likeliest
 
 K = 5
 

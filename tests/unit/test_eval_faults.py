@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from compress.algorithms.rtn import rtn
-from compress.data import Data
 from compress.eval.diagnosis import Fingerprint, faults
 from compress.eval.layers import Blocks
 from compress.qtensor import QuantSpec, dequantize
@@ -20,6 +19,7 @@ from compress.source import Model
 from compress.stage import Run
 from compress.stages.score import Score
 from compress.stages.serve import Serve
+from compress.text.documents import Data
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from compress.data import leading_ids
 from compress.errors import UserError
 from compress.eval.fidelity import (
     CHOICES,
@@ -21,6 +20,7 @@ from compress.eval.fidelity import (
     remember,
     windows,
 )
+from compress.text.windows import leading_ids
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "models" / "stories260K"
 VOCABULARY = 258

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from compress import long_window
 from compress.eval.length import PARTS, read
-from compress.long_window import before_head, losses
-from compress.scaling import raise_limit
+from compress.training import long_window
+from compress.training.long_window import before_head, losses
+from compress.training.scaling import raise_limit
 
 
 def small(kind: str) -> PreTrainedModel:

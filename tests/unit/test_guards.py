@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compress import guards
-from compress.collector import Collector
+from compress.blocks.collector import Collector
 from compress.errors import UserError
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress import hidden
+from compress.blocks import hidden
+from compress.blocks.hidden import HiddenStates
 from compress.errors import UserError
-from compress.hidden import HiddenStates
 
 BLOCKS = 3
 

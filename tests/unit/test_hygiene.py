@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from compress import data, hygiene
-from compress.collector import Collector, picked_rows
-from compress.data import PYTHON_DOCS, Windows
+from compress.blocks.collector import Collector, picked_rows
 from compress.errors import UserError
 from compress.model import BlockModel
+from compress.text import hygiene
+from compress.text.documents import PYTHON_DOCS
+from compress.text.windows import Windows, draw
 
 T = 24
 
@@ -209,7 +210,7 @@ def test_real_texts_of_one_kind_are_near_and_of_others_far(
 
     def cut(name: str, count: int, length: int) -> Windows:
         text = (shared_data / name).read_text(encoding="utf-8")[:200_000]
-        return data.windows([text], tokenizer, count=count, length=length, seed=0, description=name)
+        return draw([text], tokenizer, count=count, length=length, seed=0, description=name)
 
     wiki = cut("wikitext2_train.txt", 32, 512)
     ratios = {

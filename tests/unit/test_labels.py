@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress import labels
 from compress.artifact import Artifact
-from compress.data import Windows
 from compress.errors import UserError
-from compress.labels import CHUNK, make
 from compress.runtime.loader import load
-from compress.teacher import Teacher, shared_vocabulary
+from compress.text.windows import Windows
+from compress.training import labels
+from compress.training.labels import CHUNK, make
+from compress.training.teacher import Teacher, shared_vocabulary
 
 COUNT, LENGTH, K = CHUNK + 3, 12, 5
 

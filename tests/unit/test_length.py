@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from compress import long_training
-from compress.data import leading_ids
 from compress.errors import UserError
 from compress.eval import length, length_needles
 from compress.eval.length_needles import ASKED, TAUGHT, find, hide, retrieve
 from compress.runtime.loader import load
+from compress.text.windows import leading_ids
+from compress.training import long_training
 
 FILLER = list(range(60, 90))
 

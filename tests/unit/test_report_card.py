@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from compress.data import PYTHON_DOCS
 from compress.report.card import is_hub_id, model_card, model_name
+from compress.text.documents import PYTHON_DOCS
 
 QUANTIZED = [f"model.layers.{i}.{n}" for i in range(2) for n in ("mlp.up_proj", "mlp.down_proj")]
 METRICS = {

@@ -9,7 +9,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from compress.data import Data
 from compress.errors import ConfigError, UserError
 from compress.eval import judge, sheet
 from compress.eval.answers import Answer
@@ -18,6 +17,7 @@ from compress.source import Model
 from compress.stage import Run
 from compress.stages.score import Score
 from compress.stages.serve import Serve
+from compress.text.documents import Data
 
 FEW = ["commonsense", "short_answers", "translation"]
 SETTINGS = {"windows": 2, "window_tokens": 80, "limit": 2, "max_new_tokens": 4, "batch_size": 3}

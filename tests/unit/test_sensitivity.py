@@ -13,18 +13,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from compress import gradients, sensitivity
 from compress.algorithms.blockwise import clip_of
 from compress.algorithms.gptq import factor, gptq
 from compress.algorithms.rtn import rtn
+from compress.blocks.collector import Collector, load_block_statistics, picked_rows
+from compress.budget import gradients, sensitivity
+from compress.budget.sensitivity import Sensitivity, Variant
 from compress.clock import Clock
-from compress.collector import Collector, load_block_statistics, picked_rows
-from compress.data import Windows
 from compress.errors import UserError
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
-from compress.sensitivity import Sensitivity, Variant
-from compress.trainable import ScaleLinear
+from compress.text.windows import Windows
+from compress.training.trainable import ScaleLinear
 
 IDS = torch.randint(3, 259, (3, 24), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(IDS)

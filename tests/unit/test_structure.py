@@ -10,8 +10,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from compress.algorithms.blockwise import divide_outputs
 from compress.algorithms.smooth import tied
+from compress.blocks.structure import Feed, feeds, head_names, knows, model_name, stored_name
 from compress.model import find_blocks, skeleton
-from compress.structure import Feed, feeds, head_names, knows, model_name, stored_name
 
 IDS = torch.randint(3, 259, (2, 24), generator=torch.Generator().manual_seed(1))
 

@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from compress import long_window
 from compress.algorithms.soft_labels import teacher_log_probabilities, top_k
-from compress.labels import NOTHING, Batch
 from compress.runtime.loader import load
-from compress.student import LOSSES, Objective, loss
+from compress.training import long_window
+from compress.training.labels import NOTHING, Batch
+from compress.training.student import LOSSES, Objective, loss
 
 T, V, K = 24, 64, 4
 

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from compress import tiny
-from compress.data import Data, split
 from compress.errors import UserError
+from compress.text.documents import Data, split
 from compress.tiny import CONTEXT, VOCABULARY, heldout_loss, main, make_tiny
 
 STEPS = 3

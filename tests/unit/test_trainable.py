@@ -7,7 +7,7 @@ from compress.algorithms.smooth import fake_quantize
 from compress.kernels.w8a8.reference import quantize_per_token
 from compress.model import skeleton
 from compress.qtensor import QTensor, QuantSpec, pack_int32
-from compress.trainable import (
+from compress.training.trainable import (
     ATTENTION_INPUTS,
     ROTATED,
     AdapterLinear,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress import training
-from compress.training import History, Schedule, train
+from compress.training import loop as training
+from compress.training.loop import History, Schedule, train
 
 
 @contextmanager

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress import written
-from compress.data import Windows
 from compress.errors import UserError
-from compress.written import PIECE, PROMPT, write
+from compress.text import written
+from compress.text.windows import Windows
+from compress.text.written import PIECE, PROMPT, write
 
 T = 96
 

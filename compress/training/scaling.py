@@ -14,8 +14,8 @@ from compress.algorithms import rope
 from compress.artifact import write_json
 from compress.errors import UserError
 from compress.log import logger
-from compress.long_window import losses
 from compress.source import describe
+from compress.training.long_window import losses
 
 STRETCHES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Times the factor by which a search slows the frequencies."""

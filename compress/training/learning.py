@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress import heldout, processes, student
+from compress import heldout, processes
 from compress.errors import UserError
-from compress.labels import Labels
 from compress.model import storage_dtype
-from compress.sharding import shard
 from compress.stage import Run
-from compress.student import Objective, order
-from compress.trainable import (
+from compress.training import student
+from compress.training.labels import Labels
+from compress.training.loop import History, Schedule, relative_groups, train
+from compress.training.sharding import shard
+from compress.training.student import Objective, order
+from compress.training.trainable import (
     ATTENTION_INPUTS,
     Adapters,
     adapters_of,
@@ -28,7 +30,6 @@ from compress.trainable import (
     scales,
     unrounded,
 )
-from compress.training import History, Schedule, relative_groups, train
 
 if TYPE_CHECKING:
     from compress.stages.distill import Distill

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from compress import processes
 from compress.model import find_blocks
-from compress.trainable import is_norm
+from compress.training.trainable import is_norm
 
 
 def shard(model: PreTrainedModel, device: str) -> PreTrainedModel:

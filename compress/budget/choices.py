@@ -15,12 +15,12 @@ from transformers import PretrainedConfig
 
 from compress import engines
 from compress.artifact import write_json
+from compress.blocks.structure import head_names, stored_name
 from compress.errors import UserError
 from compress.model import linear_shapes, skeleton, storage_dtype, tied_names
 from compress.qtensor import QuantSpec
 from compress.report.words import listed
 from compress.sizes import SHAPE_BYTES, SIZE, parse_size, stored_bytes
-from compress.structure import head_names, stored_name
 
 if TYPE_CHECKING:
     from compress.config import Config

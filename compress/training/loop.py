@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compress import processes
 from compress.log import progress
-from compress.sharding import collected, collected_state, cut_like, load_state, whole
+from compress.training.sharding import collected, collected_state, cut_like, load_state, whole
 
 KEEP_EVERY = 10  # steps between two states on disk
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress import checkpoint
+from compress.blocks.structure import GEMMA, GEMMA2, LAYOUTS, LLAMA
 from compress.errors import UserError
 from compress.source import describe
-from compress.structure import GEMMA, GEMMA2, LAYOUTS, LLAMA
 from compress.tensors import TensorFiles, ToWrite
 
 NARROWABLE = (LLAMA, GEMMA, GEMMA2)

@@ -28,10 +28,10 @@ from compress.algorithms.soft_labels import (
     top_k,
 )
 from compress.artifact import write_json
-from compress.cutting import ATTENTION_OUT, MLP_OUT, Cut, Size, size_of
-from compress.data import Windows
 from compress.log import logger, progress
 from compress.model import BlockModel
+from compress.text.windows import Windows
+from compress.training.cutting import ATTENTION_OUT, MLP_OUT, Cut, Size, size_of
 
 VERSION = 1
 """Raised whenever the same trial would give another result."""

@@ -25,10 +25,10 @@ from torch import Tensor
 from compress import processes
 from compress.algorithms.soft_labels import teacher_log_probabilities
 from compress.artifact import Artifact, write_json
-from compress.data import Windows
-from compress.endpoint import Endpoint
 from compress.log import logger, progress
-from compress.teacher import Label, Teacher
+from compress.text.windows import Windows
+from compress.training.endpoint import Endpoint
+from compress.training.teacher import Label, Teacher
 
 VERSION = 1
 """Raised whenever the same settings would give other labels: old ones are then made again."""

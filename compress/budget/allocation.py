@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compress.choices import SIXTEEN_BIT, Group, scheme_name
+from compress.budget.choices import SIXTEEN_BIT, Group, scheme_name
 from compress.qtensor import QuantSpec
 from compress.report.words import SPACE, significant, size
 

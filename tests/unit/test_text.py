@@ -12,9 +12,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from compress import data, pieces
-from compress.data import Data
 from compress.errors import UserError
+from compress.text import documents, pieces
+from compress.text.documents import Data
+from compress.text.windows import Windows, draw
 
 
 @pytest.fixture(scope="module")
@@ -22,29 +23,29 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
-def cut(docs: list[data.Document], tokenizer: PreTrainedTokenizerBase, **more: int) -> data.Windows:
+def cut(docs: list[documents.Document], tokenizer: PreTrainedTokenizerBase, **more: int) -> Windows:
     options = {"count": 4, "length": 32, "seed": 0, **more}
-    return data.windows(docs, tokenizer, description="a text", **options)
+    return draw(docs, tokenizer, description="a text", **options)
 
 
 def test_python_docs_are_many_and_the_same_each_time() -> None:
-    documents = data.python_docs()
-    assert len(documents) > 100
-    assert sum(map(len, documents)) > 10**6
-    assert documents == data.python_docs()
+    found = documents.python_docs()
+    assert len(found) > 100
+    assert sum(map(len, found)) > 10**6
+    assert found == documents.python_docs()
 
 
 def test_held_out_documents_are_not_learned_from() -> None:
-    rest, held, description = data.split(Data())
+    rest, held, description = documents.split(Data())
     assert not {str(d) for d in rest} & {str(d) for d in held}
-    assert len(rest) + len(held) == len(data.python_docs())
+    assert len(rest) + len(held) == len(documents.python_docs())
     assert description.startswith("every tenth document of")
 
 
 def test_of_one_long_text_the_last_tenth_is_held_out(tmp_path: Path) -> None:
     file = tmp_path / "book.txt"
     file.write_text("".join(f"line {n}\n" for n in range(1000)))
-    rest, held, description = data.split(Data(path=str(file)))
+    rest, held, description = documents.split(Data(path=str(file)))
     assert str(rest[0]) + str(held[0]) == file.read_text()
     assert len(str(held[0])) == len(file.read_text()) // 10
     assert description == "the last tenth of book.txt"
@@ -73,7 +74,7 @@ def test_fewer_windows_than_asked_for_are_taken(tokenizer: PreTrainedTokenizerBa
 def test_chats_are_padded_masked_and_their_template_counted(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    chats: list[data.Document] = [
+    chats: list[documents.Document] = [
         [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}],
         [{"role": "user", "content": "What is a list? " * 20}],
     ]
@@ -91,7 +92,7 @@ def test_chats_that_are_short_cut_or_empty_are_counted(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = "What is a list? " * 20
-    chats: list[data.Document] = [
+    chats: list[documents.Document] = [
         [{"role": "user", "content": text}] for text in ("Hi", "", words, "Yes")
     ]
     template = "{% for m in messages if m.content %}<|user|>{{ m.content }}{% endfor %}"
@@ -110,7 +111,7 @@ def test_chats_that_are_short_cut_or_empty_are_counted(
 
 
 def test_short_texts_are_joined_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
-    docs: list[data.Document] = ["A short line. " * 2, "A short line. " * 60, " \n"]
+    docs: list[documents.Document] = ["A short line. " * 2, "A short line. " * 60, " \n"]
     found = cut(docs, tokenizer, count=1)
     body = len(tokenizer("\n\n".join(map(str, docs)), add_special_tokens=False)["input_ids"])
     assert (found.available, found.short, found.dropped) == (body // 31, 1, 1)
@@ -125,7 +126,7 @@ def test_tables_are_read_by_column(suffix: str, tmp_path: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     else:
         file.write_text("\n".join(map(json.dumps, rows)))
-    rest, held, _ = data.split(Data(path=str(file), field="body"))
+    rest, held, _ = documents.split(Data(path=str(file), field="body"))
     assert held == ["document 9", "document 19", "document 29", "document 39"]
     assert len(rest) == 36
 
@@ -133,12 +134,12 @@ def test_tables_are_read_by_column(suffix: str, tmp_path: Path) -> None:
 def test_changed_content_changes_the_fingerprint(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one text " * 50)
-    before = data.fingerprint(Data(path=str(file)))
+    before = documents.fingerprint(Data(path=str(file)))
     copy = tmp_path / "b.txt"
     copy.write_text("one text " * 50)
-    assert data.fingerprint(Data(path=str(copy))) == before
+    assert documents.fingerprint(Data(path=str(copy))) == before
     file.write_text("one text more " * 50)
-    assert data.fingerprint(Data(path=str(file))) != before
+    assert documents.fingerprint(Data(path=str(file))) != before
 
 
 def of_bytes() -> PreTrainedTokenizerFast:
@@ -181,13 +182,10 @@ def test_files_give_the_windows_they_always_gave(
     write(tmp_path / name, [f"Line {n} of the text, naïve. " * 3 for n in range(200)])
     messages = "messages" if name == "chat.jsonl" else None
     settings = Data(path=str(tmp_path / name), messages=messages)
-    parts = data.split(settings)[:2]
-    cuts = [
-        data.windows(part, of_bytes(), count=4, length=64, seed=3, description="x")
-        for part in parts
-    ]
+    parts = documents.split(settings)[:2]
+    cuts = [draw(part, of_bytes(), count=4, length=64, seed=3, description="x") for part in parts]
     found = json.dumps([(c.ids.tolist(), c.mask.tolist(), c.template_tokens) for c in cuts])
-    assert data.fingerprint(settings)[:16] == content
+    assert documents.fingerprint(settings)[:16] == content
     assert hashlib.sha256(found.encode()).hexdigest()[:16] == windows
 
 
@@ -200,7 +198,7 @@ def test_of_a_large_file_pieces_are_read_from_end_to_end(
     file = tmp_path / name
     write(file, lines)
     settings = Data(path=str(file))
-    rest, held, description = data.split(settings)
+    rest, held, description = documents.split(settings)
     found = [line for d in [*rest, *held] for line in str(d).splitlines()]
     assert set(found) <= set(lines)
     assert len(found) == len(set(found))  # no piece is read twice
@@ -212,10 +210,10 @@ def test_of_a_large_file_pieces_are_read_from_end_to_end(
     gaps = [b - a for a, b in pairwise(numbers)]
     assert max(gaps) < 40_000 / 32
     assert description == f"every tenth document of {name} (in 64 places)"
-    fingerprint = data.fingerprint(settings)
-    assert data.fingerprint(settings) == fingerprint
+    fingerprint = documents.fingerprint(settings)
+    assert documents.fingerprint(settings) == fingerprint
     write(file, [line.replace("text", "word") for line in lines])
-    assert data.fingerprint(settings) != fingerprint
+    assert documents.fingerprint(settings) != fingerprint
 
 
 def test_a_large_text_of_one_line_is_cut_at_characters(
@@ -224,8 +222,8 @@ def test_a_large_text_of_one_line_is_cut_at_characters(
     monkeypatch.setattr(pieces, "LARGEST", 64 << 10)
     file = tmp_path / "line.txt"
     file.write_text("漢" * 40_000)
-    (documents, _, _) = data.split(Data(path=str(file)))
-    assert set("".join(map(str, documents))) == {"漢"}
+    rest, _, _ = documents.split(Data(path=str(file)))
+    assert set("".join(map(str, rest))) == {"漢"}
 
 
 def test_a_broken_record_of_a_large_file_is_named(
@@ -235,11 +233,11 @@ def test_a_broken_record_of_a_large_file_is_named(
     file = tmp_path / "broken.jsonl"
     file.write_text('{"text": "a"}\n' * 400 + '{"text": \n' * 400)
     with pytest.raises(UserError, match=r"broken.jsonl: cannot be read: Expecting value"):
-        data.split(Data(path=str(file)))
+        documents.split(Data(path=str(file)))
 
 
 def test_a_long_text_is_tokenized_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"Line {n}.\n" for n in range(3000))
     whole = cut([text], of_bytes(), count=100)
-    monkeypatch.setattr(data, "BLOCK", 1000)
+    monkeypatch.setattr("compress.text.windows.BLOCK", 1000)
     assert torch.equal(cut([text], of_bytes(), count=100).ids, whole.ids)

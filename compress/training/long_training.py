@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress import processes
 from compress.algorithms.rope import skipping
-from compress.data import leading_ids
 from compress.errors import UserError
 from compress.eval.length_needles import TAUGHT, hide
-from compress.long_window import losses
-from compress.trainable import ROTATED, norms_and
-from compress.training import History, Schedule, train
+from compress.text.windows import leading_ids
+from compress.training.long_window import losses
+from compress.training.loop import History, Schedule, train
+from compress.training.trainable import ROTATED, norms_and
 
 LEAST = 16
 """Tokens of a piece: a shorter end of a document is left out."""

@@ -8,12 +8,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from compress import long_window
 from compress.algorithms.divergence import forward_kl, jensen_shannon, reverse_kl, soften
 from compress.algorithms.soft_labels import student_log_probabilities
-from compress.labels import NOTHING, Batch
-from compress.long_training import checkpointing
-from compress.long_window import before_head
+from compress.training import long_window
+from compress.training.labels import NOTHING, Batch
+from compress.training.long_training import checkpointing
+from compress.training.long_window import before_head
 
 LOSSES = ("kl", "reverse_kl", "jensen_shannon")
 

@@ -19,14 +19,14 @@ from compress.algorithms.blockwise import (
 from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
 from compress.algorithms.learned import RoundingLinear, learn, relative_error
 from compress.algorithms.rtn import rtn
+from compress.blocks.streams import FULL, QUANTIZED, CalibrationStreams, swapped
+from compress.blocks.structure import feeds
 from compress.clock import Clock
 from compress.errors import UserError
 from compress.log import logger
 from compress.model import BlockModel
 from compress.qtensor import QTensor, QuantSpec
-from compress.streams import FULL, QUANTIZED, CalibrationStreams, swapped
-from compress.structure import feeds
-from compress.trainable import ScaleLinear
+from compress.training.trainable import ScaleLinear
 
 
 @dataclass(frozen=True)

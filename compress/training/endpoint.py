@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from compress.algorithms.soft_labels import LEAST_MASS
 from compress.errors import UserError
 from compress.log import logger
-from compress.teacher import Label
+from compress.training.teacher import Label
 
 TOGETHER = 4  # requests that are under way
 TRIES, PAUSE = 3, 2.0  # seconds, doubled after each try that failed in passing

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress import data
 from compress.errors import UserError
 from compress.report.words import several
+from compress.text import documents
+from compress.text.windows import Windows
 
 FEW_TOKENS = 1024
 TEMPLATE_SHARE = 0.25
@@ -44,7 +45,7 @@ def refuse_not_finite(block: str, hidden: Tensor) -> None:
         )
 
 
-def counts(windows: data.Windows) -> dict[str, int]:
+def counts(windows: Windows) -> dict[str, int]:
     """What the windows are made of, for the manifest."""
     return {
         "samples": len(windows.ids),
@@ -59,7 +60,7 @@ def counts(windows: data.Windows) -> dict[str, int]:
     }
 
 
-def token_divergence(windows: data.Windows, held: data.Windows, vocabulary: int) -> float:
+def token_divergence(windows: Windows, held: Windows, vocabulary: int) -> float:
     """How many times as unlikely as calibration tokens held-out ones are, by counts of the former.
 
     The ratio of two perplexities of the unigram model with one added to each count (Laplace): of
@@ -87,7 +88,7 @@ def profile_divergence(one: Tensor, other: Tensor) -> Tensor:
     return (torch.special.xlogy(p, p / mean) + torch.special.xlogy(q, q / mean)).nansum() / 2
 
 
-def text_notes(windows: data.Windows, held: data.Windows, tokens_diverge: float) -> list[str]:
+def text_notes(windows: Windows, held: Windows, tokens_diverge: float) -> list[str]:
     """What in the text would bend the statistics, in words; the last: its `token_divergence`."""
     figures, notes = counts(windows), []
     if windows.tokens < FEW_TOKENS:
@@ -110,7 +111,7 @@ def text_notes(windows: data.Windows, held: data.Windows, tokens_diverge: float)
         if share > TEMPLATE_SHARE:
             note += ", the same in each; longer conversations would weigh what is said more"
         notes.append(note)
-    if windows.description == data.PYTHON_DOCS:
+    if windows.description == documents.PYTHON_DOCS:
         notes.append(
             f"calibrated on {windows.tokens:,} tokens of CPython's documentation; give "
             "data.path=FILE with text of the domain that the model will serve"
@@ -121,9 +122,7 @@ def text_notes(windows: data.Windows, held: data.Windows, tokens_diverge: float)
     return notes
 
 
-def layer_notes(
-    layers: Sequence[Mapping[str, Any]], windows: data.Windows, held: data.Windows
-) -> list[str]:
+def layer_notes(layers: Sequence[Mapping[str, Any]], windows: Windows, held: Windows) -> list[str]:
     """What in the figures of the linears is worth a word; nothing where there are none."""
     notes: list[str] = []
     if not layers:
@@ -147,7 +146,7 @@ def layer_notes(
     return notes
 
 
-def _another_kind(windows: data.Windows, held: data.Windows, why: str) -> str:
+def _another_kind(windows: Windows, held: Windows, why: str) -> str:
     return (
         f"the held-out text ({held.description}) is of another kind than the calibration text "
         f"({windows.description}): {why}; calibrate by data.path on text like what the model "

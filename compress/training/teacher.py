@@ -1,6 +1,6 @@
 """The model that labels, read from its folder one block at a time.
 
-One that runs behind a server instead: compress/endpoint.py.
+One that runs behind a server instead: compress/training/endpoint.py.
 """
 
 from collections.abc import Callable

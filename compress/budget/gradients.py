@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.data import Windows
-from compress.hidden import HiddenStates, together
+from compress.blocks.hidden import HiddenStates, together
 from compress.log import progress
 from compress.model import BlockModel
+from compress.text.windows import Windows
 
 LOGITS = 1 << 26
 """Logits that are drawn from at a time: 268 MB in float32, of which a few copies are held. The head

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from compress.data import Windows
 from compress.errors import UserError
 from compress.log import progress
 from compress.runtime.loader import load
+from compress.text.windows import Windows
 
 PROMPT, PIECE = 32, 128
 """Tokens that a piece of text begins with, and those that it has in the end."""

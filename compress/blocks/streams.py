@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.algorithms.learned import Window
-from compress.hidden import HiddenStates, together
+from compress.blocks.hidden import HiddenStates, together
 from compress.model import BlockModel
 
 FULL, QUANTIZED = "full", "quantized"

@@ -28,16 +28,16 @@ from compress.algorithms.blockwise import clip_of, smooth_block, weight_of
 from compress.algorithms.gptq import Factor, factor, gptq
 from compress.algorithms.rtn import rtn
 from compress.artifact import write_json
+from compress.blocks.collector import load_block_statistics
+from compress.blocks.hidden import FLOAT32, HiddenStates
+from compress.blocks.structure import feeds
+from compress.budget.gradients import Gradients, Passage, blocks
 from compress.clock import Clock
-from compress.collector import load_block_statistics
-from compress.data import Windows
 from compress.errors import UserError
-from compress.gradients import Gradients, Passage, blocks
-from compress.hidden import FLOAT32, HiddenStates
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
-from compress.structure import feeds
-from compress.trainable import ScaleLinear
+from compress.text.windows import Windows
+from compress.training.trainable import ScaleLinear
 
 CALIBRATION = "calibration"
 

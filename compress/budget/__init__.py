@@ -1,0 +1,1 @@
+"""Formats layer by layer under a budget: what each costs, and what is chosen."""

@@ -1,0 +1,1 @@
+"""Text to calibrate, train and measure on."""

@@ -1,0 +1,1 @@
+"""What learns, and from whom: teachers and labels, students, the loop, longer windows."""
