@@ -99,8 +99,13 @@ class Decoder:
 
     @torch.inference_mode()
     def tokens(self, prompt: Tensor, most: int) -> Iterator[Tensor]:
-        """The `most` likeliest tokens after `prompt` [1, T], ids [1, 1], each once it is known."""
-        length = prompt.shape[1]
+        """The `most` likeliest tokens after `prompt` [1, T], ids [1, 1], each once it is known.
+
+        Raises ValueError for several prompts.
+        """
+        requests, length = prompt.shape
+        if requests != 1:
+            raise ValueError(f"{requests} prompts; wanted one, or generate for batches")
         self.prepare(length + most)
         cache = cache_for(self.model, self.kv_cache)
         token = self._step(prompt.to(self.model.device), cache)

@@ -1,9 +1,10 @@
 """Memory for weights on CPU: side by side, in huge pages where the system gives them.
 
-Decoding reads every weight once a token. In pages of 4 KiB, each matrix somewhere on the heap, much
-of that time goes to looking up pages: docs/kernels.md has what these here save.
+Decoding reads every weight once a token, and in pages of 4 KiB, each matrix somewhere on the heap,
+looking up pages adds to that: docs/kernels.md has what these here were measured to save.
 """
 
+import contextlib
 import mmap
 
 import torch
@@ -37,5 +38,6 @@ def _reserve(size: int) -> mmap.mmap:
     # Private: shared memory, Python's default, gets no huge pages.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # built without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -81,6 +81,9 @@ def why_not(model: PreTrainedModel, cache: Cache) -> str | None:
     if type(model).__module__ not in HOMES or activation != "silu":
         found = f"{type(model).__name__} with {activation}"
         return f"it knows {', '.join(FAMILIES)} with silu, the model is a {found}"
+    parts = {type(part) for block in model.model.layers for part in block.children()}
+    if foreign := {part.__name__ for part in parts if part.__module__ not in HOMES}:
+        return f"its blocks have modules of another kind: {', '.join(sorted(foreign))}"
     if not all(type(layer) is DynamicLayer for layer in cache.layers):
         return "the KV cache is in 8 bit, or has layers with windows"
     return None if token.available() else "there is no C++ compiler"

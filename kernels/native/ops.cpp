@@ -40,7 +40,7 @@ compress::Grid grid_of(const Tensor& words, const Tensor& scales, int64_t bits) 
   const int64_t n = words.size(0), count = words.size(1), groups = scales.size(1);
   expect("words", words, {n, count});
   expect("scales", scales, {n, groups});
-  TORCH_CHECK(groups > 0 && count % (4 * groups) == 0, count, " words in ", groups,
+  TORCH_CHECK(groups > 0 && count > 0 && count % (4 * groups) == 0, count, " words in ", groups,
               " groups; wanted whole vectors of 16 bytes in each");
   return {bits, groups, count * 32 / bits / groups};
 }
@@ -116,6 +116,7 @@ Tensor rmsnorm(const Tensor& x, const Tensor& weight, double eps) {
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
               const Tensor& sin, Tensor& keys, Tensor& values, int64_t position, double scale) {
   const int64_t groups = keys.size(0), room = keys.size(1), size = keys.size(2);
+  TORCH_CHECK(groups > 0 && size > 0, "keys is ", keys.sizes(), "; wanted heads of some size");
   const int64_t queries = q.numel() / (groups * size);
   TORCH_CHECK(position >= 0 && position < room, "token ", position, " of a cache for ", room);
   expect("q", q, {1, groups * queries * size});

@@ -12,6 +12,7 @@
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -64,7 +65,7 @@ inline void prefetch(const void* from) {
 // Calls row(n) for each of the `rows`, shared out among torch's threads.
 template <typename Row>
 void for_rows(int64_t rows, int64_t bytes_per_row, const Row& row) {
-  const int64_t grain = BYTES_PER_THREAD / bytes_per_row + 1;
+  const int64_t grain = BYTES_PER_THREAD / std::max<int64_t>(bytes_per_row, 1) + 1;
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++) row(n);
   });

@@ -163,6 +163,30 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
     assert torch.equal(*found)
 
 
+def test_no_input_channels_give_zeros() -> None:
+    if not build.available():
+        pytest.skip("no C++ compiler here")
+    x, scales, sums = torch.ones(1, 0).bfloat16(), torch.ones(4), torch.zeros(4, dtype=torch.int32)
+    ints = torch.ones(4, 0, dtype=torch.int8)
+    assert not torch.ops.compress_cpu.dense(x, ints.bfloat16()).any()
+    assert not torch.ops.compress_cpu.w8a8(x, ints, sums, scales, None).any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "k"),
+    [(QuantSpec(4, 32), 160), (QuantSpec(4, 96), 288), (QuantSpec(4, 160), 320)]
+    + [(QuantSpec(4), 32), (QuantSpec(4), 672)],
+    ids=str,
+)
+def test_int4_where_vectors_of_words_end_within_a_row(spec: QuantSpec, k: int) -> None:
+    """Groups of a part of a vector, of no whole number of them; inputs between two of a row."""
+    weight = random_weight(5, k, spec, "cpu", torch.bfloat16)
+    linear = bind(weight, "cpu", torch.bfloat16)
+    for tokens in (1, 4, 7):
+        x = (3 + torch.randn(tokens, 2 * k + 1)).bfloat16()[:, 1::2]
+        assert check_linear(linear, x, weight) < TOLERANCE[torch.bfloat16]
+
+
 def test_the_dequantized_weight_is_that_of_the_reference() -> None:
     if not build.available():
         pytest.skip("no C++ compiler here")
@@ -189,8 +213,9 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match="wanted contiguous"):
             refused()
-    with pytest.raises(RuntimeError, match="8 words in 4 groups; wanted whole vectors"):
-        ops.dequantize(words, torch.ones(64, 4), 4)
+    for cut, groups in ((words, 4), (words[:, :0].contiguous(), 1)):
+        with pytest.raises(RuntimeError, match=rf" words in {groups} groups; wanted whole vectors"):
+            ops.dequantize(cut, torch.ones(64, groups), 4)
     assert not dense.takes(weight.t())
 
 

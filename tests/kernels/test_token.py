@@ -66,3 +66,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
             refused()
     with pytest.raises(RuntimeError, match="token 8 of a cache for 8"):
         attend(q, k, v, cos, sin, keys, values, 8, 1.0)
+    with pytest.raises(RuntimeError, match="wanted heads of some size"):
+        attend(q, k, v, cos, sin, keys[:0], values[:0], 0, 1.0)
+    with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
+        attend(q.float(), k, v, cos, sin, keys, values, 0, 1.0)

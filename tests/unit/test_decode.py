@@ -25,6 +25,7 @@ from compress.qtensor import QuantSpec
 from compress.runtime import decode, token_step
 from compress.runtime.cache import cache_for
 from compress.runtime.decode import Decoder, capacity
+from compress.runtime.fused import Int8Norm
 from compress.runtime.generate import answer, generate
 from compress.runtime.loader import load
 from compress.runtime.token_step import Room, TokenStep
@@ -110,6 +111,18 @@ def test_what_has_no_step_without_modules() -> None:
     assert "the model is a LlamaForCausalLM with gelu" in why(
         LlamaConfig(**SIZES, hidden_act="gelu")
     )
+    # As compress.runtime.fused does for Triton, which may be interpreted on CPU.
+    model = AutoModelForCausalLM.from_config(BLOCKS["qwen2"], dtype=torch.bfloat16)
+    norm = model.model.layers[1].post_attention_layernorm
+    model.model.layers[1].post_attention_layernorm = Int8Norm(norm.weight, norm.variance_epsilon)
+    problem = token_step.why_not(model, cache_for(model, "16"))
+    assert problem == "its blocks have modules of another kind: Int8Norm"
+
+
+def test_several_prompts_are_refused() -> None:
+    decoder = Decoder(LlamaForCausalLM(LlamaConfig(**SIZES)).eval())
+    with pytest.raises(ValueError, match=r"^2 prompts; wanted one, or generate for batches$"):
+        next(decoder.tokens(PROMPT.repeat(2, 1), 3))
 
 
 def test_an_answer_ends_where_the_model_ends_it(stories260k: Path) -> None:

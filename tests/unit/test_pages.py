@@ -1,5 +1,7 @@
 """Weights side by side in memory: the same values, each in a storage of its own."""
 
+import mmap
+
 import pytest
 import torch
 
@@ -24,3 +26,15 @@ def test_tensors_are_copied_side_by_side(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len({tensor.untyped_storage().data_ptr() for tensor in placed}) == len(placed)
     large = place(torch.ones(10_000, dtype=torch.int8), torch.int8)
     assert large.sum() == 10_000
+
+
+class WithoutHugePages(mmap.mmap):
+    """As of a kernel that was built without them."""
+
+    def madvise(self, *_: object) -> None:
+        raise OSError(22, "Invalid argument")
+
+
+def test_a_kernel_without_huge_pages_gives_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "mmap", WithoutHugePages)
+    assert Pages().place(torch.ones(3), torch.float32).sum() == 3
