@@ -125,7 +125,7 @@ def contenders(options: argparse.Namespace, clock: str) -> dict[str, Contender]:
         found[f"ours {name}"] = ours(Decoder(load(folder)), now)
         if folder in options.compiled:
             decoder = Decoder(load(folder), compile="auto")
-            found[f"ours {name}, compiled"] = ours(decoder, now)
+            found[f"ours {name}, {decoder.step}"] = ours(decoder, now)
     if options.llamacpp:
         python, *models = options.llamacpp
         for model in models:

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/worker_torch.py ENGINE REQUEST.json ANSWER.json
 
-ENGINE is `transformers`, `native` (our runtime in bf16, which writes and scores token by token, as
-it decodes), `exact` (in float32, with the reference kernels) or `jittered` (the same with disturbed
-embeddings). The last two score only.
+ENGINE is `transformers`, `native` (our runtime in bf16, which writes as it decodes, and so scores,
+token by token, where its step does without modules), `exact` (in float32, with the reference
+kernels) or `jittered` (the same with disturbed embeddings). The last two score only.
 """
 
 import json
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from compress.runtime.cache import cache_for
 from compress.runtime.decode import Decoder
 from compress.runtime.loader import load
-from compress.runtime.token_step import Room, TokenStep
+from compress.runtime.token_step import Room, TokenStep, why_not
 
 # The standard deviation of rounding to 8 significant bits, relative to the value, is 2^-10 to 2^-9.
 BF16_ROUNDING = 2**-10
@@ -101,7 +101,7 @@ def main(engine: str, request_file: str, answer_file: str) -> None:
     elif engine not in SCORES_ONLY:
         written = [write(model, prompt, request["new_tokens"]) for prompt in prompts]
     # The runtime goes first, with no text to score yet: its own is what all others score.
-    decoding = engine == "native"
+    decoding = engine == "native" and why_not(model, cache_for(model, "16")) is None
     pairs = zip(prompts, continuations or written, strict=True)
     scored = [score(model, *pair, decoding=decoding) for pair in pairs]
     packages = ("torch", "transformers", "compressed-tensors")
