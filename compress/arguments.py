@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from compress import config as schema
 from compress.errors import UserError
+from compress.quoting import PLAIN, is_quoted, quoted
 
 CONF = Path(__file__).parent / "conf"
 HYDRA_KEYS = ("hydra", "recipe")
@@ -31,15 +32,6 @@ ALONE = (
     *("--shell-completion", "-sc"),
 )
 """Its other options."""
-
-PLAIN = (
-    *("out", "checkpoint"),
-    *("model.path", "model.revision"),
-    *("data.path", "data.field", "data.messages", "data.heldout"),
-    *("data.split", "data.subset", "data.revision"),
-    *("serve.question", "score.text"),
-)
-"""Fields whose value is text as it stands, whatever Hydra's grammar makes of its characters."""
 
 
 def prepared(arguments: list[str]) -> list[str]:
@@ -72,7 +64,7 @@ def prepared(arguments: list[str]) -> list[str]:
 def _for_hydra(word: str, sweeps: bool) -> str:
     name, _, value = word.partition("=")
     bare = name.lstrip("+")
-    if not value or value == "null" or _is_quoted(value):
+    if not value or value == "null" or is_quoted(value):
         return word
     if bare in PLAIN:
         parts = value.split(",") if sweeps else [value]
@@ -82,26 +74,6 @@ def _for_hydra(word: str, sweeps: bool) -> str:
         lists = [f"[{item}]" for item in items] if sweeps else [f"[{','.join(items)}]"]
         return f"{name}={','.join(lists)}"
     return word
-
-
-def quoted(text: str) -> str:
-    """`text` as a quoted value of Hydra's grammar, in which a backslash matters before a quote."""
-    head = text.rstrip("\\")
-    tail = text[len(head) :] * 2  # before the closing quote
-    pieces = head.split("'")
-    kept = [p + "\\" * (len(p) - len(p.rstrip("\\"))) for p in pieces[:-1]]
-    return "'" + "\\'".join([*kept, pieces[-1]]) + tail + "'"
-
-
-def typed(word: str) -> str:
-    """A prepared word as a person types it: a path without the quotes that Hydra needs."""
-    name, _, value = word.partition("=")
-    bare = f"{name}={value[1:-1]}".replace("\\'", "'")
-    return bare if _is_quoted(value) and _for_hydra(bare, sweeps=False) == word else word
-
-
-def _is_quoted(value: str) -> bool:
-    return len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
 
 
 def _list_fields() -> Iterator[str]:

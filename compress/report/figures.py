@@ -10,8 +10,9 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from compress import arguments, judged, machine
+from compress import judged, machine
 from compress.eval import gate
+from compress.quoting import typed
 from compress.report.ledger import UNKNOWN, Terms, ledger
 from compress.report.verdict import verdict
 from compress.stage import Run
@@ -75,7 +76,7 @@ def command(config: Any) -> str:
     (a run started from Python) the fields that decide what is run on what are named instead.
     """
     if HydraConfig.initialized():
-        given = [arguments.typed(word) for word in HydraConfig.get().overrides.task]
+        given = [typed(word) for word in HydraConfig.get().overrides.task]
         words = [w for w in given if w.lstrip("+").split("=")[0] not in ("only", "force")]
     else:
         names = ("recipe", "out", "seed", "device", "engine")

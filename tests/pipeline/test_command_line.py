@@ -17,6 +17,7 @@ from compress import config as schema
 from compress.__main__ import main, recipes
 from compress.config import Config
 from compress.errors import UserError
+from compress.quoting import quoted, typed
 
 Small = Callable[..., Config]
 ODD = (
@@ -40,7 +41,7 @@ ODD = (
 @example("\\'")
 @example("ends in \\")
 def test_any_text_comes_through_hydras_grammar(text: str) -> None:
-    parsed = OverridesParser.create().parse_override(f"out={arguments.quoted(text)}")
+    parsed = OverridesParser.create().parse_override(f"out={quoted(text)}")
     assert not parsed.is_sweep_override()
     assert parsed.value() == text
 
@@ -49,11 +50,12 @@ def test_any_text_comes_through_hydras_grammar(text: str) -> None:
 def test_paths_are_taken_as_typed(name: str) -> None:
     schema.register()
     words = ["recipe=tiny", *(f"{f}={name}" for f in ("out", "model.path", "data.path"))]
-    words = arguments.prepared([*words, f"score.text={name}", "data.heldout=null"])
+    words += [f"score.text={name}", f"report.currency={name}", "data.heldout=null"]
+    words = arguments.prepared(words)
     arguments.check(words, recipes())
     config = composed(*words)
     assert (config.out, config.model.path, config.data.path) == (name, name, name)
-    assert (config.score.text, config.data.heldout) == (name, None)
+    assert (config.score.text, config.report.currency, config.data.heldout) == (name, name, None)
 
 
 @given(st.text("'\"\\ ö=(),{}[]:~a/", min_size=1))
@@ -62,9 +64,9 @@ def test_paths_are_taken_as_typed(name: str) -> None:
 @example("/models/a b")
 def test_a_prepared_word_is_shown_as_it_was_typed(text: str) -> None:
     (word,) = arguments.prepared([f"out={text}"])
-    assert arguments.prepared([arguments.typed(word)]) == [word]
+    assert arguments.prepared([typed(word)]) == [word]
     if text.isalnum() or text.startswith("/models"):
-        assert arguments.typed(word) == f"out={text}"
+        assert typed(word) == f"out={text}"
 
 
 def test_what_is_quoted_already_stays() -> None:
