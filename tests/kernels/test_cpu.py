@@ -174,8 +174,13 @@ def test_no_input_channels_give_zeros() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "k"),
-    [(QuantSpec(4, 32), 160), (QuantSpec(4, 96), 288), (QuantSpec(4, 160), 320)]
-    + [(QuantSpec(4), 32), (QuantSpec(4), 672)],
+    [
+        (QuantSpec(4, 32), 160),
+        (QuantSpec(4, 96), 288),
+        (QuantSpec(4, 160), 320),
+        (QuantSpec(4), 32),
+        (QuantSpec(4), 672),
+    ],
     ids=str,
 )
 def test_int4_where_vectors_of_words_end_within_a_row(spec: QuantSpec, k: int) -> None:
