@@ -65,6 +65,12 @@ def main(words: list[str]) -> None:
         backend=asked.backend,
         trust_remote_code=asked.trust_remote_code,
     )
+    positions = model.config.get_text_config().max_position_embeddings
+    if asked.window is not None and asked.window > positions:
+        raise UserError(
+            f"window={asked.window}: {asked.checkpoint} holds {positions} tokens; wanted at most "
+            "these"
+        )
     write = partial(generate, model, tokenizer, batch_size=asked.batch_size)
 
     def ask(prompts: list[str], tokens: int) -> list[str]:
@@ -76,7 +82,7 @@ def main(words: list[str]) -> None:
         asked.question,
         ask,
         tokenizer,
-        window=asked.window or model.config.get_text_config().max_position_embeddings,
+        window=asked.window or positions,
         summary_tokens=asked.summary_tokens,
         answer_tokens=asked.answer_tokens,
     )

@@ -68,7 +68,8 @@ def summarize(
     """The answer to `question` on a text of any length, by a model of `window` tokens.
 
     In two stages; where the summaries of a very long text do not fit together, these are
-    summarized again. Raises UserError for a window that leaves no room beside the question.
+    summarized again. Raises UserError for a window that leaves no room beside the question, or so
+    little that summaries are no shorter than what they are of.
     """
     beside = len(tokenizer(PART + question, verbose=False).input_ids) + TEMPLATE_TOKENS
     part, last = (window - beside - made for made in (summary_tokens, answer_tokens))
@@ -79,13 +80,20 @@ def summarize(
             "fewer summary_tokens and answer_tokens"
         )
     rounds: list[list[str]] = []
-    while len(tokenizer(text, verbose=False).input_ids) > last or not rounds:
+    size = len(tokenizer(text, verbose=False).input_ids)
+    while size > last or not rounds:
         parts = in_parts(text, tokenizer, part)
         prompts = [
             PART.format(text=one.strip(), number=number, count=len(parts), question=question)
             for number, one in enumerate(parts, 1)
         ]
         rounds.append([answer.strip() for answer in ask(prompts, summary_tokens)])
-        text = "\n\n".join(rounds[-1])
+        text, before = "\n\n".join(rounds[-1]), size
+        size = len(tokenizer(text, verbose=False).input_ids)
+        if size > last and size >= before:
+            raise UserError(
+                f"window={window}: the summaries of {before} tokens have {size}, so no round of "
+                "them would fit; wanted a longer window, or fewer summary_tokens"
+            )
     (answer,) = ask([WHOLE.format(text=text, question=question)], answer_tokens)
     return Summary(answer.strip(), rounds)

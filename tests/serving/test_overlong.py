@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -108,6 +109,14 @@ def test_a_long_conversation_is_answered(server: Running) -> None:
     answer = server.client.chat.completions.create(model=NAME, messages=messages, max_tokens=4)
     assert answer.usage is not None
     assert 30 < answer.usage.prompt_tokens <= ROOM
+
+
+def test_more_tokens_than_may_be_asked_for_are_refused_before_anything_is_cut(
+    server: Running,
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": STORY}]
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 9; wanted at most 8"):
+        server.client.chat.completions.create(model=NAME, messages=messages, max_tokens=9)
 
 
 def test_an_unknown_rule_is_refused() -> None:

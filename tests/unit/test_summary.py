@@ -84,6 +84,16 @@ def test_summaries_that_do_not_fit_are_summarized_again(
         summarize(TEXT, "Why?", model, tokenizer, window=150, summary_tokens=30, answer_tokens=30)
 
 
+def test_summaries_that_are_no_shorter_than_the_text_end_in_one_line(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    def echo(prompts: list[str], tokens: int) -> list[str]:
+        return [prompt.partition("\n\n")[0] for prompt in prompts]
+
+    with pytest.raises(UserError, match=r"window=260: the summaries of \d+ tokens have \d+, so no"):
+        summarize(TEXT, "Why?", echo, tokenizer, window=260, summary_tokens=30, answer_tokens=30)
+
+
 def test_the_command_answers_and_counts_its_parts(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,3 +104,5 @@ def test_the_command_answers_and_counts_its_parts(
     assert "parts, " in capsys.readouterr().err
     with pytest.raises(UserError, match="cannot be read as text"):
         main([words[0], f"file={tmp_path}"])
+    with pytest.raises(UserError, match=r"window=100000: .* holds \d+ tokens; wanted at most"):
+        main([*words, "window=100000"])

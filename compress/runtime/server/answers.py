@@ -72,9 +72,14 @@ def begin(served: Served, body: Common) -> Answer:
             404, f"no model {body.model!r}; there is {served.name!r}",
             param="model", code="model_not_found",
         )  # fmt: skip
+    wanted = body.new_tokens()
+    if wanted is not None and wanted > served.new_tokens:
+        raise Refusal(
+            400, f"max_tokens is {wanted}; wanted at most {served.new_tokens}", param="max_tokens"
+        )
     whole = _prompt(served, body)
     prompt = whole if served.overlong == REFUSE else _fitting(served, body, whole)
-    most = _most(served, len(prompt), body.new_tokens())
+    most = _most(served, len(prompt), wanted)
     dropped = len(whole) - len(prompt)
     return Answer(prompt, most, _sampling(served.defaults, body), body.stops(), dropped)
 
@@ -111,11 +116,11 @@ def _conversation(served: Served, messages: Sequence[Message]) -> list[int]:
 def _fitting(served: Served, body: Common, ids: list[int]) -> list[int]:
     """`ids`, the prompt's tokens, cut by the server's rule where they are too many.
 
-    They leave room for the answer: the tokens that are asked for, and where none are, those that
-    may be, a quarter of the context at most.
+    They leave room for the answer: the tokens that are asked for, and where no number is, those
+    that may be asked for, a quarter of the context at most.
     """
     answer = body.new_tokens() or min(served.new_tokens, served.context // 4)
-    most = min(served.prompt_tokens, max(1, served.context - answer))
+    most = min(served.prompt_tokens, served.context - answer)
     if len(ids) <= most:
         return ids
     if isinstance(body, Chat):
@@ -141,10 +146,6 @@ def _most(served: Served, prompt: int, wanted: int | None) -> int:
         )  # fmt: skip
     if wanted is None:
         return min(served.new_tokens, served.context - prompt)
-    if wanted > served.new_tokens:
-        raise Refusal(
-            400, f"max_tokens is {wanted}; wanted at most {served.new_tokens}", param="max_tokens"
-        )
     if prompt + wanted > served.context:
         raise Refusal(
             400,
