@@ -28,9 +28,11 @@ def problem(folder: str, stages: list[str]) -> str | None:
 
 
 def name_of(folder: str) -> str:
-    """The folder's name; of one that is called `checkpoint`, as those of runs, its parent's too."""
+    """The folder's name; of one that is called `checkpoint`, as in runs/RECIPE/MODEL/checkpoint,
+    those of the two folders around it too: runs of several recipes differ in these alone.
+    """
     path = Path(os.path.abspath(Path(folder).expanduser()))
-    return f"{path.parent.name}-{path.name}" if path.name == "checkpoint" else path.name
+    return "-".join(path.parts[1:][-3:]) if path.name == "checkpoint" else path.name
 
 
 def facts(dense: Path, checkpoint: Path) -> dict[str, Any]:

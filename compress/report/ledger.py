@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-JUDGING = ("serve", "score", "report")
-"""Stages that measure the result; all others make it."""
+from compress.judged import JUDGING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,8 @@ def ledger(
     stages: name and `seconds` of each. distill, latency: the figures of these stages, if they ran.
     `serving` is None where no traffic is given or nothing was timed; requests are reckoned one
     after the other, at the median times. `months_to_repay`: how long serving takes to save what
-    making and judging cost; None where it saves nothing, or a price is not known.
+    making and judging cost; None where it saves nothing, a price is not known, or no stage made
+    anything: the checkpoint was there, and what it cost is not known.
     """
     spent = {
         "making": sum(s["seconds"] for s in stages if s["name"] not in JUDGING),
@@ -66,7 +66,7 @@ def ledger(
         }
         found["serving"] = serving
         before, after = (serving[name]["money"] for name in prices)
-        if before is not None and after is not None and after < before:
+        if spent["making"] and before is not None and after is not None and after < before:
             whole = sum(cost["money"] for cost in found["spent"].values())
             found["months_to_repay"] = whole / (before - after)
     return found

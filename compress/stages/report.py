@@ -18,7 +18,7 @@ CARD = "card.md"
 @dataclass(kw_only=True)
 class Report:
     """report.html to decide from, .md to paste, .json to compute with, .outputs.csv to mark; and
-    card.md, the checkpoint's card with its scores.
+    card.md, the card with its scores of a checkpoint that the run made.
 
     requests: a month, each as long as those that serve timed; with them the report weighs what
     compressing cost against what serving saves. hour_price: of an hour of the machine that
@@ -43,6 +43,11 @@ class Report:
             for name in ("requests", "hour_price", "hour_price_after")
             if (value := getattr(self, name)) is not None and value <= 0
         ]
+        if self.hour_price_after is not None and self.hour_price is None:
+            problems.append(
+                f"report.hour_price_after is {self.hour_price_after}, but hour_price is null; "
+                "wanted both, or hour_price alone"
+            )
         if problems:
             raise ConfigError(problems)
 
@@ -53,8 +58,9 @@ class Report:
         write_text(out / "report.md", short(found))
         write_text(out / "report.html", page(found))
         write_text(out / "report.outputs.csv", sheet(found["outputs"]))
-        scores = {"score": found} if found["fidelity"] else {}
-        write_text(out / CARD, model_card(found["recipe"], found["model"], {**found, **scores}))
+        if run.config.checkpoint is None:
+            scores = {"score": found} if found["fidelity"] else {}
+            write_text(out / CARD, model_card(found["recipe"], found["model"], {**found, **scores}))
         return {"headline": found["verdict"]["headline"]}
 
     @property

@@ -62,6 +62,7 @@ def test_a_checkpoint_is_judged_where_it_lies(
     assert "the stage <code>export</code> was not run" not in page
     assert {file.name: file.read_bytes() for file in peer.iterdir()} == before
     assert not (out / "checkpoint").exists()
+    assert not (out / "stages/report/card.md").exists()  # we did not make it
 
 
 def test_what_is_broken_in_it_is_found_and_its_gate_ends_the_run(
@@ -88,9 +89,9 @@ def test_what_is_broken_in_it_is_found_and_its_gate_ends_the_run(
 def test_each_checkpoint_has_a_folder_of_its_own(peer: Path, tiny_model: Path) -> None:
     words = ["recipe=judge", f"model.path={tiny_model}"]
     assert composed(*words, f"checkpoint={peer}").out == "runs/judge/peer"
-    inside = peer.parent / "w8a8" / "checkpoint"
+    inside = peer.parent / "int8" / "model" / "checkpoint"
     shutil.copytree(peer, inside)
-    assert composed(*words, f"checkpoint={inside}").out == "runs/judge/w8a8-checkpoint"
+    assert composed(*words, f"checkpoint={inside}").out == "runs/judge/int8-model-checkpoint"
 
 
 def test_what_cannot_be_judged_is_refused(

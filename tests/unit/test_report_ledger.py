@@ -60,6 +60,13 @@ def test_what_saves_nothing_is_never_repaid() -> None:
     assert found["months_to_repay"] is None
 
 
+def test_of_a_checkpoint_that_was_there_it_is_not_known_when_it_is_repaid() -> None:
+    found = ledger([STAGES[2]], None, LATENCY, Terms(requests=1000, price=2.0))
+    assert found["spent"]["making"] == {"hours": 0.0, "money": 0.0}
+    assert found["serving"]["after"]["money"] < found["serving"]["before"]["money"]
+    assert found["months_to_repay"] is None
+
+
 def test_without_prices_there_are_hours_and_without_traffic_no_serving() -> None:
     found = ledger(STAGES, None, LATENCY, Terms(requests=3600))
     assert found["serving"]["before"] == {"hours": pytest.approx(2.0), "money": None}
@@ -75,3 +82,5 @@ def test_terms_that_make_no_sense_are_refused() -> None:
         "report.requests is 0; wanted above 0, or null",
         "report.hour_price is -1.0; wanted above 0, or null",
     ]
+    with pytest.raises(ConfigError, match=r"hour_price_after is 0.5, but hour_price is null"):
+        Report(hour_price_after=0.5)

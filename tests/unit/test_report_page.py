@@ -174,6 +174,11 @@ def test_page_weighs_what_the_run_cost_against_what_serving_saves(run: SimpleNam
     repaid = words.seconds(30 * 86400 * found["ledger"]["months_to_repay"])
     for shown in (text, _words(short(found))):
         assert f"run is paid for after {_words(repaid)} of serving" in shown
+    found["ledger"]["months_to_repay"] = None
+    found["ledger"]["spent"]["making"] = {"hours": 0.0, "money": 0.0}
+    text = _words(page(found))
+    assert "What making this checkpoint cost is not known here." in text
+    assert "made: all stages" not in text
 
 
 def _words(html: str) -> str:
