@@ -4,7 +4,8 @@
 
 By count of the operations, not traced on a GPU, these are four launches where the modules take
 sixteen and write what lies between in 16 bit: eight for the norm, two for SwiGLU, one to quantize
-and one to multiply for each of the linears. What is put in place of norm and MLP holds the checkpoint's tensors under the checkpoint's names.
+and one to multiply for each of the linears. What is put in place of norm and MLP
+holds the checkpoint's tensors under the checkpoint's names.
 """
 
 from collections.abc import Callable

@@ -85,7 +85,7 @@ def binary_of(program: list[str]) -> Path:
     parts = [
         *texts,
         version,
-        " ".join(flags()).encode(),
+        shlex.join([*program[1:], *flags()]).encode(),
         _cpu().encode(),
         torch.__version__.encode(),
     ]

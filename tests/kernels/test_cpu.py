@@ -273,6 +273,8 @@ def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch) -> Non
     for given, words in (("env g++ -g0", [env, "g++", "-g0"]), ("no-such++ g++", None)):
         monkeypatch.setenv("CXX", given)
         assert build.compiler() == words
+    assert env is not None
+    assert build.binary_of([env, "true"]) != build.binary_of([env, "true", "-g0"])
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert not any(flag.startswith("-mprefer") for flag in build.flags())
 
