@@ -5,6 +5,7 @@ The server has to take tokens as a prompt and to answer with `prompt_logprobs`, 
     vllm serve TEACHER --max-logprobs 64
 """
 
+import http.client
 import json
 import os
 import time
@@ -167,7 +168,7 @@ def _read(request: urllib.request.Request) -> dict[str, Any]:
             if error.code < 500 and error.code != 429:  # ours to mend: asking again is no use
                 raise UserError(f"{request.full_url}: status {error.code}: {said}") from error
             failed = f"status {error.code}: {said}"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             failed = str(getattr(error, "reason", error))
         if attempt + 1 < TRIES:
             time.sleep(PAUSE * 2**attempt)

@@ -1,5 +1,9 @@
 """A teacher behind a server: its answers are the model's own, and what is wrong is told."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +71,26 @@ def test_another_model_or_tokenizer_is_refused(tiny_model: Path) -> None:
         connect(url, None, K, tokenizer)
 
 
+@contextmanager
+def cut_short() -> Iterator[str]:
+    """A server that promises more than it sends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"{")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}/v1"
+        serving.shutdown()
+
+
 def test_what_fails_in_passing_is_tried_again_and_what_does_not_is_told() -> None:
     asked: list[int] = []
 
@@ -87,6 +111,8 @@ def test_what_fails_in_passing_is_tried_again_and_what_does_not_is_told() -> Non
     with server(refuses) as url, pytest.raises(UserError, match=r"status 400: .*greater than 20"):
         endpoint.get(url)
     assert len(asked) == 1
+    with cut_short() as url, pytest.raises(UserError, match=r"IncompleteRead.*so far is kept"):
+        endpoint.get(url)
     with pytest.raises(UserError, match="what was labelled so far is kept"):
         endpoint.get(url)  # nobody listens there any more
 
