@@ -33,7 +33,7 @@ from compress.model import BlockModel
 from compress.text.windows import Windows
 from compress.training.cutting import ATTENTION_OUT, MLP_OUT, Cut, Size, size_of
 
-VERSION = 1
+VERSION = 2
 """Raised whenever the same trial would give another result."""
 TOP_K = 64
 """The original's likeliest tokens by which models with blocks left out are compared to it."""
@@ -120,8 +120,8 @@ class Trials:
         found = []
         for states, (kept, teacher) in zip(hidden, self._original, strict=True):
             said = student_log_probabilities(self.model.logits(states), kept)
-            found.append(forward_kl(teacher, said))
-        return float(torch.stack(found).mean())
+            found.append(forward_kl(teacher, said) * states.shape[1])
+        return float(torch.stack(found).sum()) / sum(row.numel() for row in self.rows)
 
     def _run_original(self) -> None:
         """Keep what goes into every block of the original, and what the original says."""

@@ -17,7 +17,7 @@ from compress.source import describe, read_config
 from compress.tensors import TensorFiles
 from compress.text.windows import Windows
 from compress.training.cutting import NARROWABLE, Cut, Size, refuse, size_of, write_cut
-from compress.training.importance import choose
+from compress.training.importance import Trials, choose
 
 BLOCKS = 4
 WHOLE_GROUPS, WHOLE_MLP = list(range(2)), list(range(176))
@@ -113,6 +113,12 @@ def test_what_a_planted_model_does_not_need_goes(made: Made) -> None:
     assert cut == Cut([0, 1, 3], [[1]] * 3, [list(range(1, 176, 2))] * 3)
     before, left = cut_model(whole, cut)
     torch.testing.assert_close(logits(left), logits(before), rtol=1e-4, atol=1e-4)
+    both, first, second = (
+        Trials(BlockModel(whole), Windows(ids[r], mask[r]), whole.parent / "alone.json")
+        for r in (slice(None), slice(1), slice(1, 2))
+    )
+    of_each = 32 * first.kl_without((0,)) + 20 * second.kl_without((0,))
+    assert both.kl_without((0,)) == pytest.approx(of_each / 52, rel=1e-4)  # every token alike
     written = file.stat().st_mtime_ns
     choose(BlockModel(whole), windows, file, Size(3, 2, 176))
     assert file.stat().st_mtime_ns == written  # the same trials
