@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from compress import processes
 from compress.errors import UserError
+from compress.text.hygiene import profile_divergence
 
 OUTLIER = 6.0  # times the root mean square of the layer's input
 TINY = 1e-12
@@ -111,6 +112,23 @@ class Collector:
                 self._sums[name] = part if before is None else _merged(before, part)
             for name, largest in outputs.items():
                 self._outputs[name] = torch.maximum(self._outputs.get(name, largest), largest)
+
+
+def compared(
+    linear: str, calibration: dict[str, Tensor], held: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Of a linear, `input_absmax` [] and `output_absmax` [N] over both texts, and `divergence` []
+    between what it reads in the one and in the other; calibration, held: from `Collector.tensors`.
+    """
+    one, other = (
+        {key: found[f"{linear}.{key}"] for key in ("absmax", "output_absmax", "relative")}
+        for found in (calibration, held)
+    )
+    return {
+        f"{linear}.input_absmax": torch.maximum(one["absmax"], other["absmax"]).max(),
+        f"{linear}.output_absmax": torch.maximum(one["output_absmax"], other["output_absmax"]),
+        f"{linear}.divergence": profile_divergence(one["relative"], other["relative"]),
+    }
 
 
 def picked_rows(mask: Tensor, rows: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from compress import guards, heldout, processes
-from compress.blocks.collector import Collector, layer_figures, picked_rows
+from compress.blocks.collector import Collector, compared, layer_figures, picked_rows
 from compress.blocks.hidden import HiddenStates, together
 from compress.errors import ConfigError
 from compress.log import logger, progress
@@ -196,7 +196,7 @@ class Calibrate:
     ) -> dict[str, Tensor]:
         """Send both streams through block `index`.
 
-        Returns what `Collector.tensors` gives for the first, what `_compared` adds, and
+        Returns what `Collector.tensors` gives for the first, what `compared` adds, and
         `output_absmax` [] of the block over both.
         """
         name = model.block_name(index)
@@ -211,7 +211,7 @@ class Calibrate:
             statistics = found[0] | {f"{name}.output_absmax": largest}
             for linear in model.block_linears(index):
                 hygiene.refuse_few(linear, int(statistics[f"{linear}.tokens"]), self.least_tokens)
-                statistics |= _compared(linear, *found)
+                statistics |= compared(linear, *found)
             if dtype == torch.float16:
                 local = {key.removeprefix(f"{name}."): t for key, t in statistics.items()}
                 guards.refuse_overflow(model.config, name, block, local)
@@ -248,23 +248,6 @@ def _model(run: Run) -> BlockModel:
         device=run.config.device,
         trust_remote_code=run.config.model.trust_remote_code,
     )
-
-
-def _compared(
-    linear: str, calibration: dict[str, Tensor], held: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Of a linear, `input_absmax` [] and `output_absmax` [N] over both texts, and `divergence` []
-    between what it reads in the one and in the other.
-    """
-    one, other = (
-        {key: found[f"{linear}.{key}"] for key in ("absmax", "output_absmax", "relative")}
-        for found in (calibration, held)
-    )
-    return {
-        f"{linear}.input_absmax": torch.maximum(one["absmax"], other["absmax"]).max(),
-        f"{linear}.output_absmax": torch.maximum(one["output_absmax"], other["output_absmax"]),
-        f"{linear}.divergence": hygiene.profile_divergence(one["relative"], other["relative"]),
-    }
 
 
 def _embed(model: BlockModel, windows: Windows, batch: int) -> Iterator[Tensor]:
