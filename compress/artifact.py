@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,13 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 def write_json(file: Path, value: Any) -> None:
     """Write JSON whole or not at all."""
     write_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def once(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What `make` gives, as JSON, kept in `file` for a run that goes on."""
+    if not file.exists():
+        write_json(file, make())
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def write_text(file: Path, text: str) -> None:

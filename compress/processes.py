@@ -124,10 +124,13 @@ def weight(own: float) -> float:
 
 
 def refuse_fewer(option: str, value: int) -> None:
-    """Raise UserError where `value`, as it was given by `option`, leaves a process without any."""
-    if value < count():
+    """Raise UserError where `value`, as it was given by `option`, leaves a process of this run
+    without any; the leader alone can ask before there is work for all.
+    """
+    wanted = _joined.get().count
+    if value < wanted:
         raise UserError(
-            f"{option} is {value} over {count()} processes; wanted at least {count()}, or fewer "
+            f"{option} is {value} over {wanted} processes; wanted at least {wanted}, or fewer "
             "processes"
         )
 

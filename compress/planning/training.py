@@ -13,7 +13,6 @@ from compress.training.trainable import ATTENTION_INPUTS
 
 FLOAT = 4
 HALF = 2
-WAYS = ("scales", "latent", "adapters")
 PROCESS = 450_000_000
 """Bytes of Python with torch and transformers, before anything is loaded (Linux, CPU)."""
 LOGIT_COPIES = 4
@@ -62,7 +61,9 @@ class Step:
 
 
 def training_bytes(student: Student, step: Step, way: str) -> dict[str, int]:
-    """Bytes by what they are for, and their `total`, while a way of WAYS learns in one process."""
+    """Bytes by what they are for, and their `total`, while a way of `trainable.WAYS` learns in one
+    process.
+    """
     learned = _learned(student) + _more(student, step, way)
     passing = student.weights // (student.blocks if step.recompute else 1)
     largest = max((n * k for n, k in student.sizes), default=0)

@@ -22,10 +22,10 @@ from compress.training import labels
 from compress.training.endpoint import Endpoint, connect
 from compress.training.labels import Labels
 from compress.training.learning import learn, served_kl
-from compress.training.student import LOSSES
+from compress.training.student import LOSSES, figures
 from compress.training.teacher import Teacher, linear_weights, shared_vocabulary
+from compress.training.trainable import WAYS
 
-WHAT = ("scales", "latent", "adapters")
 PRECISIONS = ("float32", "bfloat16")
 
 
@@ -97,7 +97,7 @@ class Distill:
         ]
         problems += [
             f"distill.{name} is {getattr(self, name)!r}; wanted one of {', '.join(choices)}"
-            for name, choices in (("loss", LOSSES), ("train", WHAT), ("precision", PRECISIONS))
+            for name, choices in (("loss", LOSSES), ("train", WAYS), ("precision", PRECISIONS))
             if getattr(self, name) not in choices
         ]
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
@@ -130,6 +130,7 @@ class Distill:
 
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         config, source = run.config, run.artifacts["quantized"]
+        self._refuse_what_cannot_be()
         made = self._labels(run)
         batch = min(self.batch, len(made))
         learned = processes.everywhere(learn, self, run, made, batch)
@@ -147,28 +148,27 @@ class Distill:
             if kept
             else f"  held-out KL {before:.4f} was not improved; handed on as it was"
         )
-        done = history.curve[-1]["step"]
-        step_tokens = made.figures["tokens"] * batch // len(made)
         weights = linear_weights(run.artifacts["dense"], config.model.trust_remote_code)
         return {
             "teacher": self._teacher_name(),
             "train": self.train,
-            "labels": made.figures,
+            **figures(history, made, batch, weights),
             "trained_parameters": learned.count,
             "unrounded_kl": learned.unrounded,
-            "steps": done,
-            "best_step": history.best_step,
-            "tokens": done * step_tokens,
-            "flops": 6 * weights * done * step_tokens,
             "kl": {"before": before, "after": after},
-            "curve": [
-                {"step": p["step"], "tokens": p["step"] * step_tokens, "kl": p["value"]}
-                for p in history.curve
-            ],
             "kept": kept,
             "heldout_kl": {"before": before, "after": after},
             "notes": [] if kept else ["no step improved the held-out KL; the input is handed on"],
         }
+
+    def _refuse_what_cannot_be(self) -> None:
+        """Raise UserError, before anything is computed, for what these processes cannot share."""
+        processes.refuse_fewer("distill.batch", self.batch)
+        if self.train == "adapters" and processes.sharded():
+            raise UserError(
+                "distill.train is adapters, which are not cut over processes; wanted scales or "
+                "latent, or launch with --multi_gpu in place of --use_fsdp"
+            )
 
     def _windows(self, run: Run, longest: int) -> Windows:
         """Text from the data of the run, and what the model wrote for calibrate; windows have at

@@ -1,8 +1,6 @@
 """extend: a longer window by scaling RoPE, and a short fine-tune of what is in 16 bit."""
 
-import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from compress import checkpoint, heldout, processes
 from compress.algorithms import rope
-from compress.artifact import write_json
+from compress.artifact import once
 from compress.errors import ConfigError, UserError
 from compress.eval.length import sliding_windows
 from compress.eval.length_judge import LengthJudge, length_judge
@@ -119,14 +117,15 @@ class Extend:
         longer = round(window * self.factor)
         if why := rope.refusal(self.method, rope_of(parsed)):
             raise UserError(f"extend: {why}; use extend.factor=1")
+        self._refuse_what_cannot_be()
         judge, texts = self._texts(run, window, longer)
-        before = _once(run.work / "before.json", lambda: self._before(run, source, judge))
+        before = once(run.work / "before.json", lambda: self._before(run, source, judge))
         searched = self._search(run, source, parsed, judge, texts) if self.search else {}
         stretch = best(searched)
         folder = run.work / "scaled"
         scale(source, folder, parsed, self.method, self.factor, stretch)
 
-        at_once = _once(run.work / "scaled.json", lambda: judge.judge(_scaled(run, folder)))
+        at_once = once(run.work / "scaled.json", lambda: judge.judge(_scaled(run, folder)))
         changed, curve = processes.everywhere(self._fine_tuned, run, folder, judge, texts)
         checkpoint.rewrite(source, out, changed, describe(folder))
         raise_limit(out, longer)
@@ -168,6 +167,17 @@ class Extend:
             "kept": True,
             "notes": self._notes(bool(changed), short["after"] / short["before"] - 1),
         }
+
+    def _refuse_what_cannot_be(self) -> None:
+        """Raise UserError, before anything is computed, for what these processes cannot share."""
+        if not self.steps:
+            return
+        processes.refuse_fewer("extend.batch", self.batch)
+        if processes.sharded():
+            raise UserError(
+                "extend: its fine-tune is not cut over processes; launch with --multi_gpu in place "
+                "of --use_fsdp, or add extend.steps=0"
+            )
 
     def _notes(self, tuned: bool, rise: float) -> list[str]:
         """What a reader should know. rise: of the perplexity in windows of the old length."""
@@ -226,12 +236,6 @@ class Extend:
         longer = judge.ids.shape[1]
         if not self.steps:
             return {}, []
-        processes.refuse_fewer("extend.batch", self.batch)
-        if processes.sharded():
-            raise UserError(
-                "extend: its fine-tune is not cut over processes; launch with --multi_gpu in place "
-                "of --use_fsdp, or add extend.steps=0"
-            )
         model = _scaled(run, folder)
         steps = long_training.batches(
             texts,
@@ -263,10 +267,3 @@ def _scaled(run: Run, folder: Path) -> PreTrainedModel:
     model = load_exact(folder, run.config)
     check_frequencies(model)
     return make_trainable(model)
-
-
-def _once(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` gives, kept in `file` for a run that goes on."""
-    if not file.exists():
-        write_json(file, make())
-    return json.loads(file.read_text(encoding="utf-8"))

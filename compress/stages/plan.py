@@ -14,7 +14,7 @@ from compress.log import logger
 from compress.model import linear_shapes, skeleton, storage_dtype, tensor_counts
 from compress.planning.memory import LOGIT, OVERHEAD, by_part, part_of, token_bytes
 from compress.planning.shape import widths
-from compress.planning.training import WAYS, Step, Student, training_bytes
+from compress.planning.training import Step, Student, training_bytes
 from compress.preflight import preflight
 from compress.qtensor import QuantSpec
 from compress.report import words
@@ -29,6 +29,7 @@ from compress.sizes import (
 )
 from compress.source import read_config
 from compress.stage import Run
+from compress.training.trainable import WAYS
 
 OWN_CACHE = (
     "the KV cache is counted in 8 bit as our own runtime keeps it (serve.kv_cache); "

@@ -1,6 +1,5 @@
 """shrink: a smaller dense model in the original's place, taught by the original."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from compress import checkpoint, heldout, processes
 from compress.algorithms.prune import Removal
-from compress.artifact import Artifact, write_json
+from compress.artifact import Artifact, once
 from compress.blocks.structure import stored_name
 from compress.errors import ConfigError, UserError
 from compress.log import logger
@@ -25,16 +24,17 @@ from compress.stage import Run
 from compress.stages.distill import PRECISIONS
 from compress.text import documents
 from compress.text.windows import Windows, draw
-from compress.training import cutting, labels, student
+from compress.training import cutting, labels
 from compress.training.cutting import Cut, Size, size_of
 from compress.training.importance import choose
 from compress.training.labels import Labels
-from compress.training.loop import History, Schedule, train
-from compress.training.student import Objective, order
+from compress.training.loop import History
+from compress.training.student import Objective, figures, teach
 from compress.training.teacher import Teacher, linear_weights, shared_vocabulary
 from compress.training.trainable import load_exact
 
 SIZES = ("blocks", "mlp", "kv_heads")
+LABELS = "shrink_labels"
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class Shrink:
     """
 
     name: ClassVar[str] = "shrink"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = "dense"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "device", "heldout", "student")
@@ -143,8 +143,8 @@ class Shrink:
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         self._refuse_what_cannot_be(run)
         held, given = run.work / "heldout", run.work / "given"
-        said = _once(held, lambda folder: self._keep_heldout(run, folder))
-        cut = _once(given, lambda folder: self._give(run, folder))
+        said = once(held.with_suffix(".json"), lambda: self._keep_heldout(run, _emptied(held)))
+        cut = once(given.with_suffix(".json"), lambda: self._give(run, _emptied(given)))
         distance = partial(
             heldout.distance,
             statistics=held,
@@ -171,6 +171,8 @@ class Shrink:
         """Raise UserError, before anything is computed, for a cut or a student that cannot be."""
         original, trust = run.artifacts["dense"], run.config.model.trust_remote_code
         config, given = read_config(original, trust), self.student_folder()
+        if self.samples:
+            processes.refuse_fewer("shrink.batch", self.batch)
         if given is None:
             self.size(config)
             return
@@ -201,22 +203,21 @@ class Shrink:
                 dtype=getattr(torch, self.precision),
                 trust_remote_code=options.trust_remote_code,
             )
-            size = self.size(model.config)
             text = self._windows(run, model.config, self.windows, run.config.seed)
-            file = run.work.parent.parent / "shrink_trials.json"
-            cut, removed = choose(model, text, file, size)
+            file = run.stages / "shrink_trials.json"
+            cut, removed = choose(model, text, file, self.size(model.config))
             dtype = storage_dtype(model.config, options.dtype)
             cutting.write_cut(original, folder, model.config, model.prefix, cut, dtype)
-        configs = [read_config(f, options.trust_remote_code) for f in (original, folder)]
-        sizes = [asdict(size_of(config)) for config in configs]
-        counts = [sum(tensor_elements(f).values()) for f in (original, folder)]
-        weights = [sum(tensor_bytes(f).values()) for f in (original, folder)]
+
+        def both(of: Callable[[Path], Any]) -> dict[str, Any]:
+            return {"before": of(original), "after": of(folder)}
+
         return {
             "student": given.name if given else None,
-            "size": dict(zip(("before", "after"), sizes, strict=True)),
+            "size": both(lambda f: asdict(size_of(read_config(f, options.trust_remote_code)))),
             "left_out": [asdict(removal) for removal in removed],
-            "parameters": dict(zip(("before", "after"), counts, strict=True)),
-            "bytes": dict(zip(("before", "after"), weights, strict=True)),
+            "parameters": both(lambda f: sum(tensor_elements(f).values())),
+            "bytes": both(lambda f: sum(tensor_bytes(f).values())),
         }
 
     def _taught(self, run: Run, given: Path, held: Path, out: Path) -> dict[str, Any]:
@@ -227,19 +228,10 @@ class Shrink:
         kept = history.best_step > 0
         if kept:
             checkpoint.rewrite(given, out, best, describe(given))
-        done, step_tokens = history.curve[-1]["step"], made.figures["tokens"] * batch // len(made)
-        multiplied = linear_weights(given, run.config.model.trust_remote_code)
+        weights = linear_weights(given, run.config.model.trust_remote_code)
         return {
-            "labels": made.figures,
-            "trained_parameters": sum(tensor.numel() for tensor in best.values()),
-            "steps": done,
-            "best_step": history.best_step,
-            "tokens": done * step_tokens,
-            "flops": 6 * multiplied * done * step_tokens,
-            "curve": [
-                {"step": p["step"], "tokens": p["step"] * step_tokens, "kl": p["value"]}
-                for p in history.curve
-            ],
+            **figures(history, made, batch, weights),
+            "trained_parameters": sum(tensor.numel() for tensor in history.best.values()),
             "kept": kept,
             "notes": [] if kept else ["no step improved the student; it stays as it was"],
         }
@@ -252,37 +244,26 @@ class Shrink:
         """
         processes.refuse_fewer("shrink.batch", batch)
         model = load_exact(given, run.config)
-        objective = Objective("kl", hard=self.hard)
-        precision = getattr(torch, self.precision)
-        rows = order(len(made), self.epochs, run.config.seed)
-
-        def loss_of(step: int) -> Tensor:
-            windows = made.batch(processes.share(rows[step * batch : (step + 1) * batch]))
-            mean = student.loss(
-                model, windows, objective, precision=precision, recompute=self.recompute
-            )
-            return mean * processes.weight(int(windows.mask.sum()))
-
-        history = train(
+        history = teach(
+            model,
             [(self.rate, dict(model.named_parameters()))],
-            loss_of,
+            made,
+            batch,
+            Objective("kl", hard=self.hard),
+            self,
             lambda: heldout.distance_of(model, held).kl,
-            Schedule(
-                self.epochs * (len(made) // batch), measures=self.measures, patience=self.patience
-            ),
-            run.work,
-            what="shrink",
-            dtype=storage_dtype(model.config, run.config.model.dtype),
+            run,
         )
-        return history, {stored_name(model.config, n): t for n, t in history.best.items()}
+        # A tied head learns as the embedding; some files hold both.
+        best = history.best | {n: history.best[of] for n, of in model.all_tied_weights_keys.items()}
+        return history, {stored_name(model.config, name): best[name] for name in best}
 
     def _labels(self, run: Run) -> Labels:
         """The original's labels, which stay beside the stages: other settings read them again."""
         original, trust = run.artifacts["dense"], run.config.model.trust_remote_code
         config = read_config(original, trust)
-        name = "shrink_labels"
         return labels.make(
-            Artifact(name, run.stages / name, run.stages),
+            Artifact(LABELS, run.stages / LABELS, run.stages),
             Teacher(
                 original,
                 config.get_text_config().vocab_size,
@@ -309,11 +290,8 @@ class Shrink:
         )
 
 
-def _once(folder: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The figures of what `make` writes into `folder`, made whole or not at all."""
-    file = folder.with_suffix(".json")
-    if not file.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        write_json(file, make(folder))
-    return json.loads(file.read_text(encoding="utf-8"))
+def _emptied(folder: Path) -> Path:
+    """`folder`, there and with nothing in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder

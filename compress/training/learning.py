@@ -4,19 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress import heldout, processes
-from compress.errors import UserError
-from compress.model import storage_dtype
 from compress.stage import Run
-from compress.training import student
 from compress.training.labels import Labels
-from compress.training.loop import History, Schedule, relative_groups, train
+from compress.training.loop import Groups, History, relative_groups
 from compress.training.sharding import shard
-from compress.training.student import Objective, order
+from compress.training.student import Objective, teach
 from compress.training.trainable import (
     ATTENTION_INPUTS,
     Adapters,
@@ -33,8 +29,6 @@ from compress.training.trainable import (
 
 if TYPE_CHECKING:
     from compress.stages.distill import Distill
-
-Groups = list[tuple[float, dict[str, nn.Parameter]]]
 
 
 @dataclass(frozen=True)
@@ -67,29 +61,11 @@ def learn(settings: "Distill", run: Run, made: Labels, batch: int) -> Learned:
     model = _student(settings, run)
     groups = _groups(settings, model)
     objective = Objective(settings.loss, settings.beta, settings.temperature, settings.hard)
-    precision = getattr(torch, settings.precision)
-    steps = settings.epochs * (len(made) // batch)
-    rows = order(len(made), settings.epochs, run.config.seed)
-
-    def loss_of(step: int) -> Tensor:
-        windows = made.batch(processes.share(rows[step * batch : (step + 1) * batch]))
-        mean = student.loss(
-            model, windows, objective, precision=precision, recompute=settings.recompute
-        )
-        return mean * processes.weight(int(windows.mask.sum()))
 
     def measure() -> float:
         return heldout.distance_of(model, run.artifacts["statistics"]).kl
 
-    history = train(
-        groups,
-        loss_of,
-        measure,
-        Schedule(steps, measures=settings.measures, patience=settings.patience),
-        run.work,
-        what="distill",
-        dtype=storage_dtype(model.config, run.config.model.dtype),
-    )
+    history = teach(model, groups, made, batch, objective, settings, measure, run)
     with unrounded(model):
         before_rounding = measure() if settings.train == "adapters" else None
     return Learned(
@@ -117,11 +93,6 @@ def _student(settings: "Distill", run: Run) -> PreTrainedModel:
     """
     if not processes.sharded():
         return _trainable(settings, run, run.config.device)
-    if settings.train == "adapters":
-        raise UserError(
-            "distill.train is adapters, which are not cut over processes; wanted scales or latent, "
-            "or launch with --multi_gpu in place of --use_fsdp"
-        )
     for turn in range(processes.count()):
         if turn == processes.rank():
             model = shard(_trainable(settings, run, "cpu"), run.config.device)

@@ -15,6 +15,9 @@ from compress.training.sharding import collected, collected_state, cut_like, loa
 
 KEEP_EVERY = 10  # steps between two states on disk
 
+Groups = list[tuple[float, dict[str, nn.Parameter]]]
+"""Learning rates, each with the parameters that learn at it by name."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -57,9 +60,7 @@ class History:
     best: dict[str, Tensor] = field(default_factory=dict)
 
 
-def relative_groups(
-    rate: float, parameters: dict[str, nn.Parameter]
-) -> list[tuple[float, dict[str, nn.Parameter]]]:
+def relative_groups(rate: float, parameters: dict[str, nn.Parameter]) -> Groups:
     """A group for each parameter, its learning rate `rate` times the parameter's mean size.
 
     Adam's steps have the size of the learning rate whatever the gradient, and scales of 8 and of
@@ -70,7 +71,7 @@ def relative_groups(
 
 
 def train(
-    groups: list[tuple[float, dict[str, nn.Parameter]]],
+    groups: Groups,
     loss_of: Callable[[int], Tensor],
     measure: Callable[[], float],
     schedule: Schedule,
@@ -79,7 +80,7 @@ def train(
     what: str,
     dtype: torch.dtype,
 ) -> History:
-    """Train `groups` of (learning rate, parameters by name) and leave the best step in them.
+    """Train `groups` and leave the best step in them.
 
     loss_of(step): the loss of that step, depending on nothing but the step and the parameters.
     measure(): the held-out figure, lower is better, taken with the parameters rounded to `dtype`

@@ -1,6 +1,8 @@
-"""What a student learns from its teacher's soft labels: the loss of a batch of windows."""
+"""How a student learns from its teacher's soft labels: the loss of some windows, and all steps."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -8,12 +10,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from compress import processes
 from compress.algorithms.divergence import forward_kl, jensen_shannon, reverse_kl, soften
 from compress.algorithms.soft_labels import student_log_probabilities
+from compress.model import storage_dtype
+from compress.stage import Run
 from compress.training import long_window
-from compress.training.labels import NOTHING, Batch
+from compress.training.labels import NOTHING, Batch, Labels
 from compress.training.long_training import checkpointing
 from compress.training.long_window import before_head
+from compress.training.loop import Groups, History, Schedule, train
 
 LOSSES = ("kl", "reverse_kl", "jensen_shannon")
 
@@ -90,3 +96,69 @@ def order(count: int, epochs: int, seed: int) -> Tensor:
     """Numbers of `count` windows [epochs * count] as they are learned from: each once an epoch."""
     generator = torch.Generator().manual_seed(seed)
     return torch.cat([torch.randperm(count, generator=generator) for _ in range(epochs)])
+
+
+class Course(Protocol):
+    """What a stage whose student learns from labels is told of it; the words are in `Distill`."""
+
+    name: ClassVar[str]
+    epochs: int
+    precision: str
+    recompute: bool
+    measures: int
+    patience: int
+
+
+def teach(
+    model: PreTrainedModel,
+    groups: Groups,
+    made: Labels,
+    batch: int,
+    objective: Objective,
+    course: Course,
+    measure: Callable[[], float],
+    run: Run,
+) -> History:
+    """Train `groups` of `model` on `batch` windows of `made` a step, of which several processes
+    each take a share; measured, kept and resumed as by `train`.
+    """
+    rows = order(len(made), course.epochs, run.config.seed)
+
+    def loss_of(step: int) -> Tensor:
+        windows = made.batch(processes.share(rows[step * batch : (step + 1) * batch]))
+        mean = loss(
+            model,
+            windows,
+            objective,
+            precision=getattr(torch, course.precision),
+            recompute=course.recompute,
+        )
+        return mean * processes.weight(int(windows.mask.sum()))
+
+    steps = course.epochs * (len(made) // batch)
+    return train(
+        groups,
+        loss_of,
+        measure,
+        Schedule(steps, measures=course.measures, patience=course.patience),
+        run.work,
+        what=course.name,
+        dtype=storage_dtype(model.config, run.config.model.dtype),
+    )
+
+
+def figures(history: History, made: Labels, batch: int, weights: int) -> dict[str, Any]:
+    """What `teach` took, for the manifest. weights: that a token is multiplied with."""
+    steps = history.curve[-1]["step"]
+    step_tokens = made.figures["tokens"] * batch // len(made)
+    return {
+        "labels": made.figures,
+        "steps": steps,
+        "best_step": history.best_step,
+        "tokens": steps * step_tokens,
+        "flops": 6 * weights * steps * step_tokens,
+        "curve": [
+            {"step": p["step"], "tokens": p["step"] * step_tokens, "kl": p["value"]}
+            for p in history.curve
+        ],
+    }

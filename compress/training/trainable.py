@@ -26,6 +26,8 @@ from compress.runtime.loader import load
 if TYPE_CHECKING:
     from compress.config import Config
 
+WAYS = ("scales", "latent", "adapters")
+"""What can learn in it; see `train` of the stage distill."""
 ROTATED = (*QUERY_KEY, *FUSED_QKV)
 """What RoPE acts on, with V where it is in one matrix with Q and K."""
 ATTENTION_INPUTS = (*ROTATED, *VALUE)

@@ -177,8 +177,18 @@ def test_a_process_without_a_window_is_refused(
     settings: Callable[[str], Config], alone: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     few = with_all_but_distill(settings("few"), alone)
-    assert launched(lambda: pipeline.run(few), 3) == [2, 2, 2]
+    assert launched(lambda: pipeline.run(few), 3) == [2, 0, 0]  # before anything is computed
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("compress:")]
     assert told == [
         "compress: distill.batch is 2 over 3 processes; wanted at least 3, or fewer processes"
     ]
+
+
+def test_a_batch_too_small_for_a_smaller_model_is_refused_before_its_trials(
+    settings: Callable[[str], Config], capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = settings("smaller")
+    config.shrink.blocks, config.stages = 3, ["shrink"]
+    assert launched(lambda: pipeline.run(config)) == [2, 0]
+    assert "compress: shrink.batch is 1 over 2 processes; wanted at" in capfd.readouterr().err
+    assert not list((stages_of(config) / "shrink.partial" / "work").iterdir())

@@ -1,12 +1,15 @@
 """A smaller student through the pipeline: cut or given, taught, killed, judged by the original."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from small import composed, die, forked
 from test_run import files
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -124,51 +127,68 @@ def killed_in_bar(bar: str, after: int, config: Config) -> None:
     pipeline.run(config)
 
 
-@pytest.mark.parametrize(("bar", "after"), [("leave out", 2), ("soft labels", 1), ("shrink", 11)])
-def test_killed_it_goes_on_to_the_same_bytes(
-    short: Small, finished: Path, bar: str, after: int
-) -> None:
+def test_killed_again_and_again_it_goes_on_to_the_same_bytes(short: Small, finished: Path) -> None:
     def config() -> Config:
         return short(*TAUGHT, "stages=[shrink]")
 
-    assert forked(lambda: killed_in_bar(bar, after, config())) == -9
     out = Path(config().out or "")
-    assert (out / "stages" / "shrink.partial" / "key.json").exists()
+    for bar, after in (("leave out", 2), ("soft labels", 1), ("shrink", 11)):
+        assert forked(partial(killed_in_bar, bar, after, config())) == -9
+        assert (out / "stages" / "shrink.partial" / "key.json").exists()
     assert forked(lambda: pipeline.run(config())) == 0
     assert "shrink: goes on" in (out / "log.txt").read_text()
     assert files(out / "stages" / "shrink") == files(finished / "stages" / "shrink")
     assert not list((out / "stages").glob("*.partial"))
 
 
-def test_other_settings_use_the_labels_again_and_cut_alone_is_handed_on(short: Small) -> None:
-    words = ("stages=[shrink]", *TAUGHT, "shrink.hard=1.0")
+def test_other_settings_use_the_labels_again_and_cut_alone_is_handed_on(
+    short: Small, finished: Path
+) -> None:
+    words = ("stages=[shrink]", *TAUGHT, "shrink.hard=1.0", "force=[shrink]")
     out = Path(short().out or "")
-    pipeline.run(short(*words))
-    (labels_file,) = (out / "stages" / "shrink_labels").glob("*0.arrow")
+    for name in ("shrink", "shrink_labels"):
+        shutil.copytree(finished / "stages" / name, out / "stages" / name)
+        shutil.copy(finished / "stages" / f"{name}.json", out / "stages")
+    before = manifest(out, "shrink")
+    labels_file = out / "stages" / "shrink_labels" / "000000.arrow"
     made = labels_file.stat().st_mtime_ns
-    pipeline.run(short(*words, "shrink.rate=5e-4", "force=[shrink]"))
+    pipeline.run(short(*words))
     assert labels_file.stat().st_mtime_ns == made
-    pipeline.run(short(*words, "shrink.samples=0", "force=[shrink]"))
+    assert manifest(out, "shrink")["labels"] == before["labels"]
+    assert manifest(out, "shrink")["curve"][-1] != before["curve"][-1]
+    pipeline.run(short(*words, "shrink.samples=0"))
     told = manifest(out, "shrink")
     assert told["kept"] is False
     assert told["kl"]["after"] == told["kl"]["before"] > 0
     assert describe(out / "stages" / "shrink")["num_hidden_layers"] == 3
 
 
-def test_a_given_student_takes_the_original_s_place(short: Small, tmp_path: Path) -> None:
-    out = Path(short().out or "")
-    pipeline.run(short("stages=[shrink]", *CUT, "shrink.samples=0"))
+def test_a_given_student_takes_the_original_s_place(
+    short: Small, finished: Path, tmp_path: Path
+) -> None:
     given = tmp_path / "smaller"
-    (out / "stages" / "shrink").rename(given)
+    shutil.copytree(finished / "stages" / "shrink", given)
+    weights = given / "model.safetensors"
+    tensors = load_file(weights)
+    head = tensors["model.embed_tokens.weight"].clone()  # tied, and stored all the same
+    save_file({**tensors, "lm_head.weight": head}, weights, {"format": "pt"})
+    before = weights.read_bytes()
     words = ("stages=[plan,calibrate,quantize]", f"shrink.student={given}", *TAUGHT[3:])
-    config = short(*words, out="other")
+    config = short(*words)
     assert config.stages == ["plan", "shrink", "calibrate", "quantize"]
     pipeline.run(config)
-    told = manifest(Path(config.out or ""), "shrink")
+    stages = Path(config.out or "") / "stages"
+    told = manifest(stages.parent, "shrink")
     assert told["student"] == "smaller"
     assert told["left_out"] == []
+    assert told["kept"]
     assert told["kl"]["after"] < told["kl"]["before"]
-    assert (given / "model.safetensors").stat().st_nlink == 1 or told["kept"]
+    assert told["trained_parameters"] == told["parameters"]["after"] - head.numel()
+    assert weights.read_bytes() == before
+    assert weights.stat().st_nlink == 1
+    student = AutoModelForCausalLM.from_pretrained(stages / "shrink")
+    assert student.lm_head.weight is student.model.embed_tokens.weight
+    assert not torch.equal(student.lm_head.weight.bfloat16(), head)
 
 
 def test_it_is_off_unless_asked_for_and_its_place_is_not_skipped(short: Small) -> None:
