@@ -8,7 +8,7 @@ from typing import Any, get_origin, get_type_hints
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from compress import judged
 from compress.budget.choices import budget_problem
@@ -169,6 +169,8 @@ def typed(config: DictConfig) -> Config:
             sections[name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except ConfigError as error:
             problems += error.problems
+        except MissingMandatoryValue:
+            problems.append("model.path is not given; wanted model.path=PATH_OR_HUB_ID")
         except OmegaConfBaseException as error:
             problems.append(f"{name}: {str(error).splitlines()[0]}")
     if problems:

@@ -36,7 +36,8 @@ class Fingerprint:
     """What of a folder decides how text becomes tokens, and tokens positions.
 
     vocabulary: ids by token; empty where the tokenizer cannot be loaded. probes: the ids of PROBES,
-    without special tokens. rope: the `rope_parameters` of the configuration, without Nones.
+    without special tokens. rope: the `rope_parameters` of the configuration, without Nones. window:
+    its positions; 0 where the RoPE that a checkpoint should have is known whatever its window.
     """
 
     vocabulary: Mapping[str, int]
@@ -44,22 +45,25 @@ class Fingerprint:
     adds_bos: bool
     chat_template: str | None
     rope: Mapping[str, Any]
+    window: int = 0
 
 
 def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint:
     """The fingerprint of a model's folder."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     rope = getattr(config, "rope_parameters", None) or {}
+    window = getattr(config.get_text_config(), "max_position_embeddings", 0)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError):
-        return Fingerprint({}, (), False, None, _given(rope))
+        return Fingerprint({}, (), False, None, _given(rope), window)
     return Fingerprint(
         tokenizer.get_vocab(),
         tuple(tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in PROBES),
         bool(leading_ids(tokenizer)),
         tokenizer.chat_template,
         _given(rope),
+        window,
     )
 
 
@@ -119,13 +123,20 @@ def _template(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
 
 def _rope(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
     changed = [
-        f"{name} is {found.rope.get(name, 'absent')}, should be {original.rope.get(name, 'absent')}"
+        (name, found.rope.get(name, "absent"), original.rope.get(name, "absent"))
         # Others than these are filled in by transformers where a file leaves them out.
         for name in sorted({*original.rope, "rope_type", "rope_theta", "factor"})
         if original.rope.get(name) != found.rope.get(name)
     ]
-    if changed:
-        yield f"The checkpoint's RoPE is wrong: {', '.join(changed)}."
+    if not changed:
+        return
+    if 0 < original.window < found.window:
+        changed.append(("the window", found.window, original.window))
+        said = ", ".join(f"{name} {new} in place of {old}" for name, new, old in changed)
+        yield f"The checkpoint's RoPE is not the original's: {said}. Right if it was extended so."
+    else:
+        said = ", ".join(f"{name} is {new}, should be {old}" for name, new, old in changed)
+        yield f"The checkpoint's RoPE is wrong: {said}."
 
 
 def _head(blocks: Blocks, served: Blocks) -> Iterator[str]:

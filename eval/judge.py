@@ -108,7 +108,7 @@ class Judge:
         return scores, outputs
 
     def _as_it_should_be(self, original: diagnosis.Fingerprint) -> diagnosis.Fingerprint:
-        return original if self.rope is None else replace(original, rope=self.rope)
+        return original if self.rope is None else replace(original, rope=self.rope, window=0)
 
     def _told(self, place: Disagreement) -> dict[str, Any]:
         """A disagreement in words: the text before it, what follows, and what each expected."""

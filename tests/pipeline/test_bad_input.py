@@ -57,6 +57,11 @@ def test_no_recipe_and_a_wrong_one_list_the_recipes(cli: Cli) -> None:
         assert "tiny Llama" in message
 
 
+def test_no_model_is_told_by_the_name_of_its_field(cli: Cli) -> None:
+    wanted = "compress: model.path is not given; wanted model.path=PATH_OR_HUB_ID\n"
+    assert cli("recipe=judge") == wanted
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
     [

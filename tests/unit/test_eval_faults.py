@@ -80,6 +80,14 @@ def wrong_rope(folder: Path) -> None:
     file.write_text(json.dumps(config))
 
 
+def extended(folder: Path) -> None:
+    wrong_rope(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["max_position_embeddings"] *= 4
+    file.write_text(json.dumps(config))
+
+
 def another_tokenizer(folder: Path) -> None:
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -98,9 +106,10 @@ def another_tokenizer(folder: Path) -> None:
         (no_template, "chat template", "is lost"),
         (no_bos, "BOS", "BOS is missing"),
         (wrong_rope, "RoPE", "factor is 4.0, should be absent"),
+        (extended, "RoPE", "factor 4.0 in place of absent"),
         (another_tokenizer, "tokenizer", "is that of another model"),
     ],
-    ids=["none", "head", "scales", "template", "bos", "rope", "tokenizer"],
+    ids=["none", "head", "scales", "template", "bos", "rope", "extended", "tokenizer"],
 )
 def test_a_planted_fault_is_named(
     dense: Path, tmp_path: Path, plant: Callable[[Path], None], name: str | None, said: str
