@@ -70,7 +70,7 @@ def test_no_model_is_told_by_the_name_of_its_field(cli: Cli) -> None:
         ("quantize.bits=5", "quantize.bits is 5; wanted 8 or 4"),
         ("quantize.bits=many", "Value 'many' of type 'str' could not be converted"),
         ("engine=tgi", "engine is 'tgi'; wanted one of any, vllm"),
-        ("only=quantise", "only is 'quantise'; wanted one of plan, calibrate"),
+        ("only=quantise", "only is 'quantise'; wanted one of plan, shrink, calibrate"),
         ("model.dtype=int8", "model.dtype is 'int8'; wanted one of auto"),
         ("plan.memory=lots", "plan.memory is 'lots'; wanted a size such as 24GB"),
         ("extend.method=stretch", "extend.method is 'stretch'; wanted one of ntk, yarn, linear"),
