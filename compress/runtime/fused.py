@@ -20,8 +20,9 @@ from compress.runtime.linear import QuantLinear
 Product = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 """int8 [M, K] and their scales [M, 1] to [M, N] of a dtype."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Of transformers: their blocks hand the second norm's output to the MLP and to nothing else, and
-their norms and MLPs are those of kernels/quantize."""
+"""Of transformers: RMSNorm before attention and before a gated MLP, which alone reads the second
+norm's output; full RoPE."""
+HOMES = [f"transformers.models.{name}.modeling_{name}" for name in FAMILIES]
 
 
 class Int8Rows(NamedTuple):
@@ -123,8 +124,7 @@ def fuse(model: PreTrainedModel) -> int:
 
 def _fits(block: nn.Module) -> bool:
     """Whether `block` is one of FAMILIES, with an MLP that is W8A8 throughout."""
-    homes = [f"transformers.models.{name}.modeling_{name}" for name in FAMILIES]
-    if type(block).__module__ not in homes or not hasattr(block, "post_attention_layernorm"):
+    if type(block).__module__ not in HOMES or not hasattr(block, "post_attention_layernorm"):
         return False
     linears = [getattr(block.mlp, f"{name}_proj") for name in ("gate", "up", "down")]
     return all(isinstance(m, QuantLinear) and m.spec.activation_bits is not None for m in linears)

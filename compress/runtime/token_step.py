@@ -16,10 +16,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from compress.kernels import token
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Of transformers: RMSNorm before attention and before a gated MLP with SiLU, full RoPE."""
-HOMES = [f"transformers.models.{name}.modeling_{name}" for name in FAMILIES]
+from compress.runtime.fused import FAMILIES, HOMES
 
 Norm = Callable[[Tensor], Tensor]
 
