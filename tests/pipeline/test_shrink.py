@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small import composed, die, forked
+from small import composed, forked
+from test_kill import killed_in_bar
 from test_run import files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,14 +20,11 @@ from compress.config import Config
 from compress.errors import ConfigError, UserError
 from compress.source import describe
 from compress.text.documents import python_docs
-from compress.training import importance, labels
-from compress.training import loop as training
 
 Small = Callable[..., Config]
 
 CUT = ("shrink.blocks=3", "shrink.mlp=256", "shrink.kv_heads=1")
 TAUGHT = (*CUT, "shrink.samples=24", "shrink.length=64", "shrink.measures=2", "shrink.rate=1e-3")
-WITH_BARS = (importance, labels, training)
 
 
 def manifest(out: Path, stage: str) -> dict[str, Any]:
@@ -111,20 +109,6 @@ def test_the_report_says_what_was_cut(finished: Path) -> None:
     card = (finished / "checkpoint" / "README.md").read_text()
     assert wanted in card
     assert "| making it smaller | " in card
-
-
-def killed_in_bar(bar: str, after: int, config: Config) -> None:
-    """Run, and die when the progress bar `bar` has done `after` items."""
-
-    def dying(items: Iterable[object], what: str, *_: object, **__: object) -> Iterator[object]:
-        for number, item in enumerate(items):
-            if what == bar and number == after:
-                die()
-            yield item
-
-    for module in WITH_BARS:
-        module.progress = dying  # type: ignore[attr-defined]
-    pipeline.run(config)
 
 
 def test_killed_again_and_again_it_goes_on_to_the_same_bytes(short: Small, finished: Path) -> None:
