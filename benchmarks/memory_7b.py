@@ -23,9 +23,9 @@ from typing import Any
 
 from make_llama import make
 
-from compress.planning.training import WAYS
 from compress.runtime.loader import build_empty
 from compress.tensors import TensorFiles
+from compress.training.trainable import WAYS
 
 RECIPES = ("int4_7b", "int8_7b")
 STAGES = ("plan", "calibrate", "quantize", "export")
