@@ -18,7 +18,7 @@ import uvicorn
 from compress import options
 from compress.errors import ConfigError, UserError
 from compress.runtime import devices
-from compress.runtime.generate import greedy_config
+from compress.runtime.generate import encode, greedy_config
 from compress.runtime.loader import load_with_tokenizer
 from compress.runtime.server.answers import Served
 from compress.runtime.server.app import build
@@ -97,6 +97,8 @@ def served(settings: Options) -> Served:
         backend=settings.backend,
         trust_remote_code=settings.trust_remote_code,
     )
+    # The first call takes a stored truncation off, which no other thread may meet halfway.
+    encode(tokenizer, ["a"], 0)
     greedy = greedy_config(model, tokenizer, 1)
     ends = greedy.eos_token_id
     end_tokens = ends if isinstance(ends, list) else [ends] if ends is not None else []

@@ -1,6 +1,7 @@
 """Prompts that are too long: cut by a rule, and said so."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compress import serve
 from compress.errors import ConfigError
+from compress.runtime.server.answers import begin
 from compress.runtime.server.errors import Refusal
 from compress.runtime.server.overlong import Message, cut, cut_chat
+from compress.runtime.server.protocol import Completion
 from tests.serving.conftest import NAME, Running, running
 from tests.serving.test_server import number
 
@@ -117,6 +120,25 @@ def test_more_tokens_than_may_be_asked_for_are_refused_before_anything_is_cut(
     messages: list[Any] = [{"role": "user", "content": STORY}]
     with pytest.raises(openai.BadRequestError, match="max_tokens is 9; wanted at most 8"):
         server.client.chat.completions.create(model=NAME, messages=messages, max_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "kept"),
+    [(60, None, 60), (61, None, 48), (56, 8, 56), (57, 8, 56), (60, 4, 60), (61, 4, 60)],
+)
+def test_only_what_would_be_refused_is_cut(
+    server: Running, given: int, asked: int | None, kept: int
+) -> None:
+    small = replace(server.served, context=64, prompt_tokens=60, new_tokens=30)
+    answer = begin(small, Completion(model=NAME, prompt=[5] * given, max_tokens=asked))
+    assert (len(answer.prompt), answer.cut) == (kept, given - kept)
+    assert answer.most == (asked or min(30, 64 - kept))
+    if answer.cut:
+        with pytest.raises(Refusal):
+            begin(
+                replace(small, overlong="refuse"),
+                Completion(model=NAME, prompt=[5] * given, max_tokens=asked),
+            )
 
 
 def test_an_unknown_rule_is_refused() -> None:

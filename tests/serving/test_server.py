@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +25,10 @@ from transformers import AutoTokenizer
 from compress import serve
 from compress.runtime.generate import generate
 from compress.runtime.loader import load
-from compress.runtime.server.answers import begin
+from compress.runtime.server import answers
+from compress.runtime.server.answers import Answer, Served, begin
 from compress.runtime.server.errors import Refusal
-from compress.runtime.server.protocol import Completion
+from compress.runtime.server.protocol import Common, Completion
 from tests.serving.conftest import NAME, Running, running
 
 PROMPTS = [
@@ -73,11 +75,11 @@ def test_sixteen_in_flight_are_answered_as_each_alone(server: Running, folder: P
     prompts = [PROMPTS[i % 4] + " and then" * (i // 4) for i in range(18)]
     lengths = [(3, 30, 8, 17)[i // 2 % 4] for i in range(18)]
     with ThreadPoolExecutor(16) as pool:
-        answers = pool.map(
+        found = pool.map(
             lambda of: complete(server.client, of[0], max_tokens=of[1]),
             zip(prompts, lengths, strict=True),
         )
-        texts = [answer.choices[0].text for answer in answers]
+        texts = [answer.choices[0].text for answer in found]
     assert texts == offline(folder, prompts, lengths)
     assert len(set(texts)) > 10
     assert server.until(lambda: number(server, "kv_tokens") == 0)
@@ -227,16 +229,46 @@ def test_an_unknown_route_is_told_in_the_same_shape(server: Running) -> None:
     assert "POST /health: Method Not Allowed" in answer["error"]["message"]
 
 
-def test_a_full_queue_is_told_at_once(folder: Path) -> None:
+def test_a_prompt_that_takes_long_to_read_holds_up_no_one_else(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reading, others_done = answers.begin, threading.Event(), threading.Event()
+
+    def slow(served: Served, body: Common) -> Answer:
+        if body.user == "slow":
+            reading.set()
+            assert others_done.wait(30)
+        return read(served, body)
+
+    monkeypatch.setattr(answers, "begin", slow)
+    with ThreadPoolExecutor(1) as pool:
+        stream = complete(server.client, "Once", max_tokens=40, stream=True)
+        next(stream)
+        long = pool.submit(complete, server.client, PROMPTS[3], user="slow")
+        try:
+            assert reading.wait(10)
+            quick = server.client.with_options(timeout=10)
+            assert complete(quick, "Lily", max_tokens=4).usage.completion_tokens == 4
+            assert list(stream)[-1].choices[0].finish_reason == "length"
+        finally:
+            others_done.set()
+        assert long.result().usage.completion_tokens == 24
+
+
+def test_a_full_queue_is_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = serve.Options(checkpoint=str(folder), device="cpu", running=1, waiting=1)
     with running(settings) as small, ThreadPoolExecutor(2) as pool:
         held = [pool.submit(complete, small.client, "Once", max_tokens=150) for _ in range(2)]
         assert small.until(lambda: number(small, "requests_waiting") == 1)
         assert number(small, "requests_running") == 1
+        begin, begun = answers.begin, []
+        monkeypatch.setattr(answers, "begin", lambda *of: begun.append(of) or begin(*of))
         for stream in (False, True):
             with pytest.raises(RateLimitError, match="the queue is full") as caught:
                 complete(small.client, "Lily", stream=stream)
             assert caught.value.response.headers["retry-after"] == "1"
+        assert begun == []  # no prompt is read for nothing
+        assert '{outcome="refused"} 2.0' in small.served.metrics.text().decode()
         assert [one.result().usage.completion_tokens for one in held] == [150, 150]
         assert complete(small.client, "Lily").choices[0].text
 

@@ -65,8 +65,18 @@ class Answer:
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
+def refuse_if_full(served: Served) -> None:
+    """Raise Refusal where the queue is full, before any work on the prompt is done."""
+    if served.engine.full:
+        served.metrics.requests.labels("refused").inc()
+        raise busy()
+
+
 def begin(served: Served, body: Common) -> Answer:
-    """What to answer, or Refusal: another model, a limit, a conversation that has no template."""
+    """What to answer, or Refusal: another model, a limit, a conversation that has no template.
+
+    It may run in several threads at once.
+    """
     if body.model != served.name:
         raise Refusal(
             404, f"no model {body.model!r}; there is {served.name!r}",
@@ -116,13 +126,15 @@ def _conversation(served: Served, messages: Sequence[Message]) -> list[int]:
 def _fitting(served: Served, body: Common, ids: list[int]) -> list[int]:
     """`ids`, the prompt's tokens, cut by the server's rule where they are too many.
 
-    They leave room for the answer: the tokens that are asked for, and where no number is, those
-    that may be asked for, a quarter of the context at most.
+    Too many are those that would be refused. What is left of them leaves room for the answer: the
+    tokens that are asked for, and where no number is, those that may be asked for, a quarter of the
+    context at most.
     """
-    answer = body.new_tokens() or min(served.new_tokens, served.context // 4)
-    most = min(served.prompt_tokens, served.context - answer)
-    if len(ids) <= most:
+    wanted = body.new_tokens()
+    if len(ids) <= min(served.prompt_tokens, served.context - (wanted or 1)):
         return ids
+    answer = wanted or min(served.new_tokens, served.context // 4)
+    most = min(served.prompt_tokens, served.context - answer)
     if isinstance(body, Chat):
         messages = [message.plain() for message in body.messages]
         of = partial(_conversation, served)

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from compress.runtime.server import answers, wire
-from compress.runtime.server.answers import Served
+from compress.runtime.server.answers import Answer, Served
 from compress.runtime.server.errors import Refusal
 from compress.runtime.server.protocol import Chat, Common, Completion, read
 from compress.runtime.server.wire import CHAT, TEXT, Form
@@ -43,10 +43,10 @@ def build(served: Served, api_key: str | None) -> Starlette:
         return open_if_known
 
     async def chat(request: Request) -> Response:
-        return await _answer(served, request, CHAT, read(Chat, await _body(request)))
+        return await _answer(served, request, CHAT, Chat)
 
     async def completion(request: Request) -> Response:
-        return await _answer(served, request, TEXT, read(Completion, await _body(request)))
+        return await _answer(served, request, TEXT, Completion)
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(served)]})
@@ -81,8 +81,11 @@ def build(served: Served, api_key: str | None) -> Starlette:
     )
 
 
-async def _answer(served: Served, request: Request, form: Form, body: Common) -> Response:
-    answer = answers.begin(served, body)
+async def _answer(served: Served, request: Request, form: Form, kind: type[Common]) -> Response:
+    sent = await _body(request)
+    answers.refuse_if_full(served)
+    # Of a long prompt JSON, chat template and tokens take seconds, which no stream is to wait for.
+    body, answer = await asyncio.to_thread(_begun, served, kind, sent)
     pieces = answers.pieces(served, answer)
     headers = {CUT: str(answer.cut)} if answer.cut else {}
     if not body.stream:
@@ -96,6 +99,11 @@ async def _answer(served: Served, request: Request, form: Form, body: Common) ->
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache"} | headers,
     )
+
+
+def _begun(served: Served, kind: type[Common], sent: bytes) -> tuple[Common, Answer]:
+    body = read(kind, sent)
+    return body, answers.begin(served, body)
 
 
 async def _joined(pieces: AsyncGenerator[str]) -> str:
@@ -128,12 +136,12 @@ async def _leaves(request: Request) -> None:
 
 
 async def _body(request: Request) -> bytes:
-    body = b""
+    body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > BODY_BYTES:
             raise Refusal(413, f"the body is too long; wanted at most {BODY_BYTES} bytes")
-    return body
+    return bytes(body)
 
 
 def _model(served: Served) -> dict[str, Any]:

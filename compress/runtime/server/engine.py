@@ -143,6 +143,11 @@ class Engine:
         status = self._manager.background_thread_status
         return self._manager.is_running() and status.can_accept_new_requests() is None
 
+    @property
+    def full(self) -> bool:
+        """Whether there is no place for one more request now."""
+        return self._in_flight >= self.limits.running + self.limits.waiting
+
     def load(self) -> Load:
         """Requests and KV cache in use; reads what the batching thread writes, without a lock."""
         processor = self._manager.batch_processor
@@ -163,7 +168,7 @@ class Engine:
         """
         if not self.alive:
             raise EngineError("the engine has stopped")
-        if self._in_flight >= self.limits.running + self.limits.waiting:
+        if self.full:
             raise QueueFullError
         name = next(self._names)
         outputs: asyncio.Queue[GenerationOutput] = asyncio.Queue()
