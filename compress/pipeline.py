@@ -2,13 +2,13 @@
 
 import fcntl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from compress import log, source
+from compress import log, preflight, source
 from compress.artifact import fingerprint, write_text
 from compress.config import Config
 from compress.errors import GateError, UserError
@@ -16,7 +16,7 @@ from compress.eval import gate
 from compress.machine import PeakDisk, PeakMemory, hardware, packages, release_memory
 from compress.stage import Run
 from compress.stages.report import CARD
-from compress.steps import MANIFESTS, Step, forced, plan_steps
+from compress.steps import MANIFESTS, Step, plan_steps, unmade
 
 logger = log.logger
 
@@ -32,12 +32,15 @@ def run(config: Config) -> Path:
     with _own(out):
         started = time.monotonic()
         steps = plan_steps(config, out)
+        ahead = unmade(config, steps)
+        if ahead:
+            _refuse(config, ahead, _original(config, steps))
         log.start(out / "log.txt")
         try:
-            ran = _run_steps(config, steps)
+            _run_steps(config, steps, ahead)
             publish(out)
             seconds = time.monotonic() - started
-            if ran:
+            if ahead:
                 logger.info(f"done in {seconds:.0f} s: {out}")
             else:
                 logger.info(f"nothing to do: every stage is done, {out} ({seconds:.1f} s)")
@@ -47,21 +50,29 @@ def run(config: Config) -> Path:
             log.stop()
 
 
-def _run_steps(config: Config, steps: list[Step]) -> bool:
-    """Run what has to run; True where anything did."""
+def _original(config: Config, steps: list[Step]) -> Path | None:
+    """The folder of the model that was given; None where it is still to be made."""
+    first = steps[0]
+    if not isinstance(first.stage, source.Source):
+        return source.locate(config.model)
+    return first.artifact.folder if first.made() else None
+
+
+def _refuse(config: Config, ahead: Collection[str], original: Path | None) -> None:
+    preflight.refuse(config, source.configuration(config.model, original), original, ahead)
+
+
+def _run_steps(config: Config, steps: list[Step], ahead: Collection[str]) -> None:
+    """Run the stages `ahead`, on what the others left."""
     artifacts: dict[str, Path] = {}
     manifests: dict[str, dict[str, Any]] = {}
-    ran = False
-    rebuilt = forced(config, steps)
     if not isinstance(steps[0].stage, source.Source):
         artifacts["dense"] = source.locate(config.model)
     if config.checkpoint is not None:
         artifacts["checkpoint"] = Path(config.checkpoint).expanduser()
     for step in steps:
-        manifest = None if step.name in rebuilt else step.artifact.manifest()
-        wanted = config.only in (None, step.name) or step.name == "source"
-        done = manifest is not None and manifest["key"] == step.key
-        if not done and not wanted:
+        manifest, done = step.made(), step.name not in ahead
+        if done and manifest is None:
             if step.stage.gives == "dense":
                 artifacts.pop("dense", None)  # what came before is not what this run works on
             continue
@@ -70,16 +81,16 @@ def _run_steps(config: Config, steps: list[Step]) -> bool:
                 if kind != MANIFESTS and kind not in artifacts:
                     raise UserError(_missing_on_disk(step, kind, steps))
             manifest = _run_step(config, step, artifacts, manifests)
-            ran = True
+            if step.name == "source":  # what waited for its tokenizer
+                _refuse(config, ahead, step.artifact.folder)
         assert manifest is not None
         manifests[step.name] = {**manifest, "skipped": done}
         if step.stage.gives is not None:
             if step.stage.gives == "dense" and "dense" in artifacts:
                 artifacts.setdefault("original", artifacts["dense"])
             artifacts[step.stage.gives] = step.artifact.folder
-        if done and wanted:
+        if done and config.only in (None, step.name):
             logger.info(f"{step.name}: done before, skipped")
-    return ran
 
 
 def _missing_on_disk(step: Step, kind: str, steps: list[Step]) -> str:

@@ -1,6 +1,7 @@
-"""The engine's check of a whole run, from the model's configuration alone: no weight is read."""
+"""What a whole run would be refused for, told at its start: no weight is read."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,10 +9,34 @@ from transformers import PretrainedConfig
 
 from compress import engines
 from compress.blocks.structure import head_names
+from compress.kernels.backend import pick_backend
 from compress.model import linear_shapes, skeleton, storage_dtype
 
 if TYPE_CHECKING:
     from compress.config import Config
+
+
+def refuse(
+    config: "Config", model: PretrainedConfig, folder: Path | None, ahead: Collection[str]
+) -> None:
+    """Raise UserError for what the stages `ahead` would refuse when it is their turn.
+
+    model: the original's configuration. folder: where the original is; None where it is still to
+    be made, and what needs its tokenizer is left to the stages.
+    """
+    trust = config.model.trust_remote_code
+    if "shrink" in ahead:
+        config.shrink.refuse(model, folder, trust)
+    if "shrink" in config.stages:
+        model = config.shrink.planned(model, trust)
+    if "quantize" in ahead:
+        preflight(model, config)
+    if "distill" in ahead:
+        config.distill.refuse(folder, trust)
+    if "extend" in ahead:
+        config.extend.refuse(model)
+    if "serve" in ahead:
+        pick_backend(config.device, config.serve.backend)
 
 
 def preflight(

@@ -5,6 +5,8 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -153,6 +155,22 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     return config
 
 
+def configuration(model: Model, folder: Path | None) -> PretrainedConfig:
+    """The configuration of a model that is in `folder`, or still to be made; see `Source`.
+
+    Raises UserError for what is no model that can be compressed.
+    """
+    if folder is not None:
+        return read_config(folder, model.trust_remote_code)
+    if model.path == TINY:
+        from compress.tiny import architecture
+
+        return architecture()
+    file = locate(model)
+    with _reading_gguf(file):
+        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+
+
 def reason_of(error: Exception) -> str:
     """The two lines of an error that name the field and what is wrong with it."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
@@ -226,7 +244,7 @@ def convert_gguf(file: Path, out: Path, dtype: str) -> None:
 
     logger.info(f"  {file.name}: from GGUF to safetensors")
     kept = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    try:
+    with _reading_gguf(file):
         model = AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
@@ -234,13 +252,20 @@ def convert_gguf(file: Path, out: Path, dtype: str) -> None:
             quantization_config=GgufConfig(dequantize=True),
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{file}: cannot be read as GGUF ({reason})") from error
     # What GGUF carries as a name is no path to load from.
     model.config._name_or_path = ""
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+@contextmanager
+def _reading_gguf(file: Path) -> Iterator[None]:
+    """Raise UserError for what transformers raises where it cannot read `file`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{file}: cannot be read as GGUF ({reason})") from error
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -34,6 +34,11 @@ class Step:
     def name(self) -> str:
         return self.stage.name
 
+    def made(self) -> dict[str, Any] | None:
+        """The manifest of what is on disk where it was made from this key, or None."""
+        manifest = self.artifact.manifest()
+        return manifest if manifest is not None and manifest["key"] == self.key else None
+
 
 def plan_steps(config: Config, out: Path) -> list[Step]:
     """The steps of this run, each with its key. Raises UserError where they do not fit together.
@@ -143,6 +148,13 @@ def forced(config: Config, steps: list[Step]) -> set[str]:
     names = [s.name for s in steps]
     first = min((names.index(f) for f in config.force if f in names), default=len(names))
     return set(names[first:])
+
+
+def unmade(config: Config, steps: list[Step]) -> set[str]:
+    """The stages that this run works at: forced, or not on disk as they are asked for."""
+    wanted = {config.only, "source"} if config.only else {s.name for s in steps}
+    rebuilt = forced(config, steps)
+    return {s.name for s in steps if s.name in wanted and (s.name in rebuilt or not s.made())}
 
 
 def _used(steps: list[Step], config: Config) -> list[Step]:

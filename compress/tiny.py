@@ -64,7 +64,7 @@ def make_tiny(folder: Path, *, steps: int = STEPS, seed: int = 0) -> TinyLosses:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(_config(tokenizer))
+        model = LlamaForCausalLM(architecture(tokenizer))
         _train(model, ids, steps)
     losses = TinyLosses(_unigram_loss(ids, held_ids), heldout_loss(model, held_ids), steps)
     _save(model, tokenizer, folder)
@@ -108,7 +108,9 @@ def _tokenizer(text: str) -> PreTrainedTokenizerFast:
     )
 
 
-def _config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def architecture(tokenizer: PreTrainedTokenizerFast | None = None) -> LlamaConfig:
+    """The model's configuration, known before it is trained but for its tokenizer's special ids."""
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -119,9 +121,7 @@ def _config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         initializer_range=0.05,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **({name: getattr(tokenizer, name) for name in special} if tokenizer else {}),
     )
 
 

@@ -128,9 +128,24 @@ class Distill:
         folder = self.teacher_folder()
         return folder.name if folder else None
 
+    def refuse(self, original: Path | None, trust_remote_code: bool) -> None:
+        """Raise UserError for a teacher that cannot teach, or processes that cannot share the work.
+
+        original: the model's folder; None where it has no tokenizer yet to compare with.
+        """
+        processes.refuse_fewer("distill.batch", self.batch)
+        if self.train == "adapters" and processes.sharded():
+            raise UserError(
+                "distill.train is adapters, which are not cut over processes; wanted scales or "
+                "latent, or launch with --multi_gpu in place of --use_fsdp"
+            )
+        if self.endpoint is not None:
+            self._connected(self.endpoint, original, trust_remote_code)
+        elif (other := self.teacher_folder()) is not None and original is not None:
+            shared_vocabulary(other, original, trust_remote_code)
+
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         config, source = run.config, run.artifacts["quantized"]
-        self._refuse_what_cannot_be()
         made = self._labels(run)
         batch = min(self.batch, len(made))
         learned = processes.everywhere(learn, self, run, made, batch)
@@ -160,15 +175,6 @@ class Distill:
             "heldout_kl": {"before": before, "after": after},
             "notes": [] if kept else ["no step improved the held-out KL; the input is handed on"],
         }
-
-    def _refuse_what_cannot_be(self) -> None:
-        """Raise UserError, before anything is computed, for what these processes cannot share."""
-        processes.refuse_fewer("distill.batch", self.batch)
-        if self.train == "adapters" and processes.sharded():
-            raise UserError(
-                "distill.train is adapters, which are not cut over processes; wanted scales or "
-                "latent, or launch with --multi_gpu in place of --use_fsdp"
-            )
 
     def _windows(self, run: Run, longest: int) -> Windows:
         """Text from the data of the run, and what the model wrote for calibrate; windows have at
@@ -203,13 +209,18 @@ class Distill:
         """What labels: the server's model, that of another folder, or the original."""
         trust = run.config.model.trust_remote_code
         if self.endpoint is not None:
-            tokenizer = AutoTokenizer.from_pretrained(run.original, trust_remote_code=trust)
-            return connect(self.endpoint, self.teacher, self.top_k, tokenizer)
+            return self._connected(self.endpoint, run.original, trust)
         other = self.teacher_folder()
         if other is not None:
             vocabulary = shared_vocabulary(other, run.original, trust)
         folder, dtype = other or run.original, getattr(torch, self.precision)
         return Teacher(folder, vocabulary, self.top_k, dtype, run.config.device, trust)
+
+    def _connected(self, url: str, original: Path | None, trust_remote_code: bool) -> Endpoint:
+        tokenizer = original and AutoTokenizer.from_pretrained(
+            original, trust_remote_code=trust_remote_code
+        )
+        return connect(url, self.teacher, self.top_k, tokenizer)
 
 
 def _joined(text: Windows, written: Tensor) -> Windows:

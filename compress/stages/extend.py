@@ -99,6 +99,21 @@ class Extend:
         if problems:
             raise ConfigError(problems)
 
+    def refuse(self, model: PretrainedConfig) -> None:
+        """Raise UserError for a window that cannot be had, or processes that cannot share it."""
+        if self.factor == 1:
+            return
+        if why := rope.refusal(self.method, rope_of(model)):
+            raise UserError(f"extend: {why}; use extend.factor=1")
+        if not self.steps:
+            return
+        processes.refuse_fewer("extend.batch", self.batch)
+        if processes.sharded():
+            raise UserError(
+                "extend: its fine-tune is not cut over processes; launch with --multi_gpu in place "
+                "of --use_fsdp, or add extend.steps=0"
+            )
+
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         source, trust = run.artifacts["quantized"], run.config.model.trust_remote_code
         parsed = AutoConfig.from_pretrained(source, trust_remote_code=trust)
@@ -115,9 +130,6 @@ class Extend:
             }
 
         longer = round(window * self.factor)
-        if why := rope.refusal(self.method, rope_of(parsed)):
-            raise UserError(f"extend: {why}; use extend.factor=1")
-        self._refuse_what_cannot_be()
         judge, texts = self._texts(run, window, longer)
         before = once(run.work / "before.json", lambda: self._before(run, source, judge))
         searched = self._search(run, source, parsed, judge, texts) if self.search else {}
@@ -167,17 +179,6 @@ class Extend:
             "kept": True,
             "notes": self._notes(bool(changed), short["after"] / short["before"] - 1),
         }
-
-    def _refuse_what_cannot_be(self) -> None:
-        """Raise UserError, before anything is computed, for what these processes cannot share."""
-        if not self.steps:
-            return
-        processes.refuse_fewer("extend.batch", self.batch)
-        if processes.sharded():
-            raise UserError(
-                "extend: its fine-tune is not cut over processes; launch with --multi_gpu in place "
-                "of --use_fsdp, or add extend.steps=0"
-            )
 
     def _notes(self, tuned: bool, rise: float) -> list[str]:
         """What a reader should know. rise: of the perplexity in windows of the old length."""

@@ -74,7 +74,7 @@ class Plan:
         sizes = tensor_elements(folder)
         whole = sum(sizes.values())
         if "shrink" in run.config.stages:
-            config = run.config.shrink.planned(folder, options.trust_remote_code)
+            config = run.config.shrink.planned(config, options.trust_remote_code)
             sizes = tensor_counts(config, options.trust_remote_code)
         shapes = linear_shapes(config, options.trust_remote_code)
         chosen = preflight(config, run.config)

@@ -131,17 +131,40 @@ class Shrink:
         cutting.refuse(config, wanted)
         return wanted
 
-    def planned(self, original: Path, trust_remote_code: bool) -> PretrainedConfig:
-        """The student's configuration, before it is known which parts of the original stay."""
+    def planned(self, model: PretrainedConfig, trust_remote_code: bool) -> PretrainedConfig:
+        """The configuration of the student that is to stand in for `model`, before it is known
+        which parts of that stay.
+        """
         if folder := self.student_folder():
             return read_config(folder, trust_remote_code)
-        config, described = read_config(original, trust_remote_code), describe(original)
-        size = self.size(config)
+        size = self.size(model)
         cut = Cut(list(range(size.blocks)), [list(range(size.kv_heads))], [list(range(size.mlp))])
-        return type(config).from_dict(cutting.cut_config(described, config, cut))
+        return type(model).from_dict(cutting.cut_config(model.to_dict(), model, cut))
+
+    def refuse(
+        self, model: PretrainedConfig, original: Path | None, trust_remote_code: bool
+    ) -> None:
+        """Raise UserError for a cut or a student that cannot be, or processes that cannot share it.
+
+        original: the folder of `model`; None where it has no tokenizer yet to compare with.
+        """
+        if self.samples:
+            processes.refuse_fewer("shrink.batch", self.batch)
+        given = self.student_folder()
+        if given is None:
+            self.size(model)
+            return
+        if original is not None:
+            shared_vocabulary(given, original, trust_remote_code, option="shrink.student")
+        found = read_config(given, trust_remote_code).get_text_config().vocab_size
+        wanted = model.get_text_config().vocab_size
+        if found != wanted:
+            raise UserError(
+                f"shrink.student={self.student}: an output of {found} tokens, padding counted, "
+                f"where the original's has {wanted}; wanted as many"
+            )
 
     def run(self, run: Run, out: Path) -> dict[str, Any]:
-        self._refuse_what_cannot_be(run)
         held, given = run.work / "heldout", run.work / "given"
         said = once(held.with_suffix(".json"), lambda: self._keep_heldout(run, _emptied(held)))
         cut = once(given.with_suffix(".json"), lambda: self._give(run, _emptied(given)))
@@ -166,24 +189,6 @@ class Shrink:
             "heldout_kl": kls,
             **taught,
         }
-
-    def _refuse_what_cannot_be(self, run: Run) -> None:
-        """Raise UserError, before anything is computed, for a cut or a student that cannot be."""
-        original, trust = run.artifacts["dense"], run.config.model.trust_remote_code
-        config, given = read_config(original, trust), self.student_folder()
-        if self.samples:
-            processes.refuse_fewer("shrink.batch", self.batch)
-        if given is None:
-            self.size(config)
-            return
-        shared_vocabulary(given, original, trust, option="shrink.student")
-        found = read_config(given, trust).get_text_config().vocab_size
-        wanted = config.get_text_config().vocab_size
-        if found != wanted:
-            raise UserError(
-                f"shrink.student={self.student}: an output of {found} tokens, padding counted, "
-                f"where the original's has {wanted}; wanted as many"
-            )
 
     def _keep_heldout(self, run: Run, folder: Path) -> dict[str, Any]:
         """Keep in `folder` what the original says of the held-out text."""

@@ -106,9 +106,12 @@ def likeliest(positions: list[dict[str, Any]], k: int) -> tuple[Tensor, Tensor, 
     return tokens, kept.half(), rest.half()
 
 
-def connect(url: str, model: str | None, k: int, tokenizer: PreTrainedTokenizerBase) -> Endpoint:
+def connect(
+    url: str, model: str | None, k: int, tokenizer: PreTrainedTokenizerBase | None
+) -> Endpoint:
     """The endpoint at `url`, once it is known to serve `model` (None: the only one that it has) by
-    the tokenizer given. Raises UserError where it does not.
+    the tokenizer given, and to say what is asked of a teacher; without a tokenizer that is not
+    tried. Raises UserError where it does not.
     """
     url = url.rstrip("/")
     served = [str(entry["id"]) for entry in get(f"{url}/models").get("data", [])]
@@ -119,8 +122,12 @@ def connect(url: str, model: str | None, k: int, tokenizer: PreTrainedTokenizerB
             f"distill.endpoint={url}: serves {', '.join(served) or 'nothing'}; wanted "
             f"{model or 'one model'}; name it by distill.teacher"
         )
-    _check_tokens(url, model, tokenizer)
-    return Endpoint(url, model, k)
+    found = Endpoint(url, model, k)
+    if tokenizer is not None:
+        _check_tokens(url, model, tokenizer)
+        ids = torch.tensor([tokenizer(PROBE)["input_ids"]])
+        found.label(ids, torch.ones_like(ids))
+    return found
 
 
 def _check_tokens(url: str, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -162,7 +169,10 @@ def _read(request: urllib.request.Request) -> dict[str, Any]:
     for attempt in range(TRIES):
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-                return json.load(answer)
+                found = json.load(answer)
+            if isinstance(found, dict):
+                return found
+            failed = "its answer is no JSON object"
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:300].replace("\n", " ")
             if error.code < 500 and error.code != 429:  # ours to mend: asking again is no use
@@ -172,4 +182,6 @@ def _read(request: urllib.request.Request) -> dict[str, Any]:
             failed = str(getattr(error, "reason", error))
         if attempt + 1 < TRIES:
             time.sleep(PAUSE * 2**attempt)
-    raise UserError(f"{request.full_url}: {failed}; what was labelled so far is kept")
+    raise UserError(
+        f"distill.endpoint: {request.full_url}: {failed}; once it answers, the same command goes on"
+    )

@@ -11,12 +11,14 @@ from typing import BinaryIO
 
 import pytest
 import torch
+from answering import server
 from safetensors.torch import load_file, save_file
 from small import SMALL
 from transformers import MixtralConfig, T5Config
 
-from compress import artifact
+from compress import artifact, tiny
 from compress.__main__ import main
+from compress.training import endpoint
 
 Cli = Callable[..., str]
 
@@ -159,6 +161,50 @@ def test_patterns_and_groups_that_fit_nothing(cli: Cli, tiny_model: Path) -> Non
     assert "100" in message
     assert "32" in message
     assert nothing_written(Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["distill.endpoint=http://127.0.0.1:9/v1"],
+            "distill.endpoint: http://127.0.0.1:9/v1/models: [Errno 111] Connection refused",
+        ),
+        (["shrink.blocks=9", "stages=[shrink,calibrate]"], "shrink.blocks is 9; the model has 4"),
+        (["quantize=w4a16", "quantize.group_size=100"], "group size 100 cannot be"),
+        (["quantize.keep=lm_haed"], "keep: 'lm_haed' matches no linear"),
+        (["serve.backend=triton"], "backend triton needs a cuda or xpu device"),
+    ],
+)
+def test_what_a_late_stage_cannot_do_is_told_before_the_tiny_model_is_trained(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr(tiny, "make_tiny", lambda _: pytest.fail("it was trained first"))
+    monkeypatch.setattr(endpoint, "PAUSE", 0.0)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert said in cli("recipe=tiny", *arguments)
+    assert not Path("runs").exists()
+
+
+def test_what_a_late_stage_cannot_do_with_a_given_model_is_told_first(
+    cli: Cli, model: Path, stories260k: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ("recipe=tiny", f"model.path={model}", "out=run", *SMALL)
+    assert "another vocabulary" in cli(*run, f"distill.teacher={stories260k}")
+
+    def says_nothing(path: str, body: dict[str, object]) -> tuple[int, object]:
+        if path == "/tokenize":
+            return 404, {}
+        return 200, {"data": [{"id": "it"}], "choices": [{"text": "x"}]}
+
+    with server(says_nothing) as url:
+        assert "holds no prompt_logprobs" in cli(*run, f"distill.endpoint={url}")
+    config = model / "config.json"
+    described = json.loads(config.read_text())
+    described["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    config.write_text(json.dumps(described))
+    assert "it was stretched by linear" in cli(*run)
+    assert not Path("run").exists()
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(cli: Cli, tiny_model: Path) -> None:

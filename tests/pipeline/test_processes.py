@@ -191,4 +191,4 @@ def test_a_batch_too_small_for_a_smaller_model_is_refused_before_its_trials(
     config.shrink.blocks, config.stages = 3, ["shrink"]
     assert launched(lambda: pipeline.run(config)) == [2, 0]
     assert "compress: shrink.batch is 1 over 2 processes; wanted at" in capfd.readouterr().err
-    assert not list((stages_of(config) / "shrink.partial" / "work").iterdir())
+    assert not (stages_of(config) / "shrink.partial").exists()
