@@ -94,18 +94,16 @@ def pack_int32(ints: Tensor, bits: int) -> Tensor:
     Each value is stored as value + 2^(bits-1); element i of a word sits at bit `bits * i`, lowest
     first. A row that does not fill its last word is padded with stored zeros. `bits` is 4 or 8.
     """
-    per_word = 32 // bits
-    unsigned = ints.to(torch.int32) + (1 << (bits - 1))
-    padding = -ints.shape[1] % per_word
-    words = torch.nn.functional.pad(unsigned, (0, padding)).reshape(len(ints), -1, per_word)
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=ints.device)
-    # The fields do not overlap, so the sum is their union; int32 wraps into the sign bit as wanted.
-    return (words << shifts).sum(-1, dtype=torch.int32)
+    unsigned = (ints + (1 << (bits - 1))).view(torch.uint8)  # int8 wraps as wanted
+    fields = torch.nn.functional.pad(unsigned, (0, -ints.shape[1] % (32 // bits)))
+    if bits == 4:
+        fields = fields[:, 0::2] | (fields[:, 1::2] << 4)
+    return fields.contiguous().view(torch.int32)
 
 
 def unpack_int32(packed: Tensor, bits: int, in_features: int) -> Tensor:
     """The inverse of `pack_int32`: int8 [N, in_features]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
-    fields = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-    values = fields.reshape(len(packed), -1)[:, :in_features] - (1 << (bits - 1))
-    return values.to(torch.int8)
+    fields = packed.contiguous().view(torch.uint8)
+    if bits == 4:
+        fields = torch.stack((fields & 15, fields >> 4), dim=-1).flatten(1)
+    return (fields[:, :in_features] - (1 << (bits - 1))).view(torch.int8)

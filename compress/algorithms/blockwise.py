@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compress.algorithms.rtn import rtn, search_clip, stored_scales
+from compress.algorithms.rtn import rounded, search_clip, stored_scales
 from compress.algorithms.smooth import fake_quantize, search_strength
 from compress.blocks.structure import Feed
 from compress.qtensor import QTensor, QuantSpec
@@ -118,7 +118,7 @@ def clip_of(
 
 def error_of_rtn(weight: Tensor, rows: Tensor, spec: QuantSpec, dtype: torch.dtype) -> float:
     """|Y - Y'| / |Y| of a weight [N, K] rounded to nearest, on `rows` [R, K]."""
-    plain = fake_quantize(rows, spec) @ rtn(weight, spec, dtype).dequantize().T
+    plain = fake_quantize(rows, spec) @ rounded(weight, spec, dtype).T
     return _relative(rows.float() @ weight.float().T, plain)
 
 

@@ -1,5 +1,7 @@
 """Round to nearest, with a searched clip: the ground that every other algorithm stands on."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,8 +9,8 @@ from compress.qtensor import QTensor, QuantSpec, quantize
 
 CLIPS = tuple(1.0 - 0.05 * step for step in range(11))  # 1.00, 0.95, ... 0.50
 SMALLEST_SCALE = 1e-8
-WEIGHTS = 1 << 21
-"""Weights whose clips are searched at a time: 8 MB in float32, of which a few copies are held."""
+WEIGHTS = 1 << 20
+"""Weights that a search rounds at a time: 4 MB in float32, which a CPU's cache holds."""
 
 
 def scales_for(weight: Tensor, spec: QuantSpec, clip: Tensor | float = 1.0) -> Tensor:
@@ -43,6 +45,15 @@ def rtn(weight: Tensor, spec: QuantSpec, dtype: torch.dtype, clip: Tensor | floa
     return QTensor(quantize(weight, scales, spec), scales, spec)
 
 
+def rounded(weight: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """What `rtn` leaves of `weight` [N, K], in float32."""
+    return torch.cat([rtn(part, spec, dtype).dequantize() for part in _parts(weight)])
+
+
+def _parts(weight: Tensor) -> Sequence[Tensor]:
+    return weight.split(max(1, WEIGHTS // weight.shape[1]))
+
+
 def search_clip(weight: Tensor, inputs: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """The clip [N, G] of each group that least disturbs the layer's output on `inputs` [R, K].
 
@@ -51,29 +62,28 @@ def search_clip(weight: Tensor, inputs: Tensor, spec: QuantSpec, dtype: torch.dt
     weights of a group buys finer steps for all the others.
     """
     groups = spec.groups(weight.shape[1])
-    rows = inputs.float().reshape(len(inputs), groups, -1)
-    parts = weight.split(max(1, WEIGHTS // weight.shape[1]))
-    return torch.cat([_search(part.float(), rows, spec, dtype) for part in parts])
+    rows = inputs.float().reshape(len(inputs), groups, -1).transpose(0, 1)
+    # More rows than channels a group: through X^T X, which does not grow with the rows.
+    gram = rows.mT @ rows if rows.shape[1] >= rows.shape[2] else None
+    return torch.cat([_search(p.float(), rows, gram, spec, dtype) for p in _parts(weight)])
 
 
-def _search(weight: Tensor, rows: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """The best clips [n, G] of some output channels [n, K] on inputs [R, G, g]."""
-    groups = rows.shape[1]
+def _search(
+    weight: Tensor, rows: Tensor, gram: Tensor | None, spec: QuantSpec, dtype: torch.dtype
+) -> Tensor:
+    """The best clips [n, G] of some output channels [n, K] on inputs [G, R, g], or on their
+    `gram` [G, g, g] where that is given.
+    """
+    groups = len(rows)
     best = torch.ones(len(weight), groups, device=weight.device)
     least = torch.full_like(best, torch.inf)
     for clip in CLIPS:
         error = weight - rtn(weight, spec, dtype, clip).dequantize()
-        loss = _group_errors(error.unflatten(1, (groups, -1)), rows)
+        by_group = error.unflatten(1, (groups, -1)).transpose(0, 1)
+        if gram is None:
+            loss = (by_group @ rows.mT).square().sum(-1).T
+        else:
+            loss = ((by_group @ gram) * by_group).sum(-1).T
         better = loss < least
         best[better], least[better] = clip, loss[better]
     return best
-
-
-def _group_errors(error: Tensor, rows: Tensor) -> Tensor:
-    """|X_g E_g|^2 of every output channel and group, [N, G], from [N, G, g] and [R, G, g]."""
-    by_group, rows_by_group = error.transpose(0, 1), rows.transpose(0, 1)
-    if rows_by_group.shape[1] < rows_by_group.shape[2]:
-        return (by_group @ rows_by_group.transpose(1, 2)).square().sum(-1).T
-    # More rows than channels a group: through X^T X, which does not grow with the rows.
-    gram = rows_by_group.transpose(1, 2) @ rows_by_group
-    return ((by_group @ gram) * by_group).sum(-1).T

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compress.algorithms.rtn import rtn
+from compress.algorithms.rtn import rounded
 from compress.qtensor import QuantSpec
 
 STRENGTHS = tuple(0.1 * step for step in range(11))  # 0 (leave as it is), 0.1, ... 1.0
 
 LEAST_GAIN = 0.2
+
+CHANNELS = 2048
+"""Output channels of a weight that the search looks at, spread evenly over all of them: in the MLP
+of a 7B, 2048 of 11008 tell the strengths apart, five times sooner."""
 
 
 def smoothing_scales(
@@ -52,13 +56,21 @@ def search_strength(
     tie: (repeat, head) of grouped-query attention, see `tied`.
     """
     best, chosen = torch.ones_like(activations, dtype=torch.float32), None
-    least = (1 - LEAST_GAIN) * sum(output_error(inputs, inputs, w, w, spec, dtype) for w in weights)
+    inputs, seen = inputs.float(), [w[:: -(-len(w) // CHANNELS)].float() for w in weights]
+    outputs = [inputs @ w.T for w in seen]
+
+    def loss_with(scales: Tensor) -> float:
+        """|X W^T - Q(X / s) Q(s W)^T|^2, the squared error of the layers as they will be served."""
+        served = fake_quantize(inputs / scales, spec)
+        return sum(
+            float((wanted - served @ rounded(w * scales, spec, dtype).T).square().sum())
+            for wanted, w in zip(outputs, seen, strict=True)
+        )
+
+    least = (1 - LEAST_GAIN) * loss_with(best)
     for strength in STRENGTHS:
         scales = tied(smoothing_scales(activations, weights, strength, spec), *tie)
-        smoothed = inputs.float() / scales
-        loss = sum(
-            output_error(inputs, smoothed, w, w.float() * scales, spec, dtype) for w in weights
-        )
+        loss = loss_with(scales)
         if loss < least:
             best, chosen, least = scales, strength, loss
     return best, chosen
@@ -70,20 +82,6 @@ def tied(scales: Tensor, repeat: int, head: int) -> Tensor:
         return scales
     heads = scales.reshape(-1, repeat, head)
     return heads.log().mean(1, keepdim=True).exp().expand_as(heads).reshape(-1)
-
-
-def output_error(
-    inputs: Tensor,
-    served_inputs: Tensor,
-    weight: Tensor,
-    served_weight: Tensor,
-    spec: QuantSpec,
-    dtype: torch.dtype,
-) -> float:
-    """|X W^T - Q(X') Q(W')^T|^2, the squared error of the layer as it will be served."""
-    quantized = rtn(served_weight, spec, dtype).dequantize()
-    wanted = inputs.float() @ weight.float().T
-    return float((wanted - fake_quantize(served_inputs, spec) @ quantized.T).square().sum())
 
 
 def fake_quantize(inputs: Tensor, spec: QuantSpec) -> Tensor:

@@ -46,7 +46,7 @@ class Quantize:
     """
 
     name: ClassVar[str] = "quantize"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics")
     gives: ClassVar[str | None] = "quantized"
     shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "seed", "budget")

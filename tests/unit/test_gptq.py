@@ -109,3 +109,14 @@ def test_few_or_dead_inputs_are_damped_until_it_works(k: int, rank: int, seed: i
 def test_a_hessian_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="not positive definite"):
         factor(-torch.eye(4) * 100)
+
+
+@pytest.mark.parametrize("k", [1, 7, 130, 513, 1100])
+def test_the_factor_is_that_of_the_inverse(k: int) -> None:
+    inputs = correlated(2 * k + 8, max(k, 4))[:, :k]
+    hessian = (inputs.T @ inputs).double()
+    found = factor(hessian.float())
+    damped = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(k, dtype=torch.float64)
+    inverse = torch.linalg.inv(damped)[found.order][:, found.order]
+    upper = torch.linalg.cholesky(inverse, upper=True)
+    assert torch.allclose(found.upper.double(), upper, rtol=1e-4, atol=1e-6 * float(upper.max()))
