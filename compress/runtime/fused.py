@@ -9,7 +9,7 @@ holds the checkpoint's tensors under the checkpoint's names.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,10 @@ class GatedMlp(nn.Module):
         swiglu = quantize.swiglu_op if torch.compiler.is_compiling() else quantize.swiglu
         ints, scales = swiglu(*gate_up(x.ints, x.scales, x.dtype).chunk(2, -1))
         return down(ints, scales, x.dtype).reshape(*x.leading, -1)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self._products = None
+        super()._load_from_state_dict(*arguments)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GatedMlp":
         # What is bound are the tensors from before a move, as in QuantLinear.

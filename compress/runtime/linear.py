@@ -18,7 +18,8 @@ class QuantLinear(nn.Module):
 
     Its buffers carry the names and shapes of the checkpoint: `weight` and `weight_scale` for W8A8;
     `weight_packed`, `weight_scale` and `weight_shape` for W8A16 and W4A16. For Triton's kernels
-    `weight_packed` is put in another order when it is bound; the CPU's keep theirs beside it.
+    `weight_packed` is put in another order when it is bound, while `state_dict` has the
+    checkpoint's; the CPU's keep theirs beside it.
     """
 
     def __init__(
@@ -97,6 +98,21 @@ class QuantLinear(nn.Module):
 
     def _from_planar(self, words: Tensor) -> Tensor:
         return from_planar(words, self.spec.bits, self.spec.group_size, self.in_features)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._planar:
+            name = f"{prefix}weight_packed"
+            destination[name] = self._from_planar(destination[name])
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        # In the checkpoint's order, and bound again: a kernel holds sums of the weight before.
+        if self._planar:
+            self._words(planar=False)
+        self._kernel = None
+        super()._load_from_state_dict(*arguments)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # The kernel holds the tensors from before a move: bind it again at the next forward.

@@ -47,10 +47,11 @@ def load(
     bfloat16 (float16 matrix products are many times slower there). Scales keep the dtype they are
     stored in. On CPU attention is that of compress.runtime.attention. trust_remote_code: run the
     Python that lies in the folder, where config.json asks for it. fused: on Triton, run W8A8 blocks
-    as in compress.runtime.fused; False where linears are to be exchanged. Peak memory is the model
-    and one tensor, or where fused one block's gate and up. Raises UserError for a folder that is no
-    causal language model, a damaged file, and a tensor that is missing, doubled, unknown or of the
-    wrong shape; for a backend that cannot run on `device`.
+    as in compress.runtime.fused; False where linears are to be exchanged. `save_pretrained` and
+    `state_dict` give the checkpoint's layout, whatever order a kernel keeps. Peak memory is the
+    model and one tensor, or where fused one block's gate and up. Raises UserError for a folder that
+    is no causal language model, a damaged file, and a tensor that is missing, doubled, unknown or
+    of the wrong shape; for a backend that cannot run on `device`.
     """
     backend = pick_backend(device, backend)
     skeleton = build_empty(folder, device, dtype, trust_remote_code)
@@ -59,18 +60,23 @@ def load(
     skeleton.tie_weights()
     # What was real from the start: buffers that follow from the configuration.
     skeleton.to(device)
-    for module in skeleton.modules():
-        if isinstance(module, QuantLinear):
-            module.prepare(backend, skeleton.dtype)
-    if fused and backend == "triton":
-        fuse(skeleton)
+    make_ready(skeleton, backend, fused=fused)
     if (folder / "generation_config.json").exists():
         skeleton.generation_config = GenerationConfig.from_pretrained(folder)
-    attention.install(skeleton)
-    head = skeleton.get_output_embeddings()
-    if isinstance(head, nn.Linear) and skeleton.device.type == "cpu":
-        head.register_forward_pre_hook(_in_one_piece)
     return skeleton.eval().requires_grad_(False)
+
+
+def make_ready(model: PreTrainedModel, backend: str, *, fused: bool) -> None:
+    """Bind what `model` holds to the kernels of `backend`, its blocks fused as `load` says."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.prepare(backend, model.dtype)
+    if fused and backend == "triton":
+        fuse(model)
+    attention.install(model)
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and model.device.type == "cpu":
+        head.register_forward_pre_hook(_in_one_piece)
 
 
 def _in_one_piece(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -128,6 +134,8 @@ def build_empty(
         ) from error
     if quantization is not None:
         swap_linears(model, quantization)
+        # Again, so that a model that is saved is one that loads.
+        model.config.quantization_config = quantization
     return model
 
 
