@@ -17,7 +17,7 @@ BLOCK = 128
 TOGETHER = 1024
 """Output channels, or rows of a Hessian, that are worked on at a time: 45 MB at K = 11008."""
 SOLVED = 256
-"""Triangular matrices with fewer than twice as many rows are inverted as they are, not by halves."""
+"""Triangular matrices of fewer than twice as many rows are inverted whole, not by halves."""
 DAMPING = 0.01
 MOST_DAMPING = 10.0
 
