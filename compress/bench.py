@@ -5,10 +5,13 @@ python -m compress.bench checkpoint=DIR workload=chat [field=value ...]
 
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from compress import options
 from compress.artifact import write_json, write_text
@@ -18,7 +21,7 @@ from compress.report import pages, words
 from compress.runtime import devices
 from compress.runtime.load import charts, figures
 from compress.runtime.load.drive import Drive, continuous, static
-from compress.runtime.load.workload import Request, arrivals, requests
+from compress.runtime.load.workload import LoadRequest, arrivals, requests
 from compress.runtime.loader import load_with_tokenizer
 from compress.runtime.server.engine import Limits
 
@@ -75,17 +78,25 @@ class Options:
         )
 
 
-def measured(settings: Options) -> dict[str, Any]:
-    """Load the checkpoint, put the load on it in each way, and return the figures."""
-    folder, limits = Path(settings.checkpoint), settings.limits()
+def prepared(settings: Options) -> tuple[PreTrainedModel, list[LoadRequest]]:
+    """The checkpoint, loaded, and the requests of the workload, cut to what it holds."""
+    limits = settings.limits()
     model, tokenizer = load_with_tokenizer(
-        folder,
+        Path(settings.checkpoint),
         device=settings.device,
         backend=settings.backend,
         trust_remote_code=settings.trust_remote_code,
     )
     context = min(model.config.get_text_config().max_position_embeddings, limits.kv_tokens)
     asked = requests(settings.workload, settings.requests, tokenizer, context, settings.seed)
+    return model, asked
+
+
+def measured(
+    settings: Options, model: PreTrainedModel, asked: Sequence[LoadRequest]
+) -> dict[str, Any]:
+    """Put the load on the model in each way, and return the figures."""
+    limits = settings.limits()
     tokens = sum(request.new_tokens for request in asked)
 
     statics, drives = [], []
@@ -100,7 +111,7 @@ def measured(settings: Options) -> dict[str, Any]:
     _say(f"as requests arrive, {words.significant(rate)} a second")
     opened = continuous(model, asked, limits, arrivals(len(asked), rate, settings.seed))
     _say("prefill alone")
-    first_tokens = [Request(request.prompt, 1) for request in asked]
+    first_tokens = [LoadRequest(request.prompt, 1) for request in asked]
     prefill = continuous(model, first_tokens, limits)
     halves = figures.apart(model, asked, prefill, drives[-1], figures.measure_peaks(model.device))
     return {
@@ -166,8 +177,11 @@ def _say(line: str) -> None:
 def main(arguments: list[str]) -> None:
     """Read the options, measure, write the page and the figures."""
     settings = options.parsed(Options, arguments)
-    out = options.folder(settings.out)
-    found = measured(settings) | {"command": " ".join(["python -m compress.bench", *arguments])}
+    model, asked = prepared(settings)
+    out = options.folder(settings.out)  # after what fails at once, before what takes long
+    found = measured(settings, model, asked) | {
+        "command": " ".join(["python -m compress.bench", *arguments])
+    }
     write_json(out / "load.json", found)
     write_text(out / "load.html", page(found))
     print(f"{summary(found)}\n{out / 'load.html'}")

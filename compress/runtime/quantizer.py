@@ -58,8 +58,8 @@ class KernelQuantizer(HfQuantizer):
         places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
         if "disk" in places or ("cpu" in places and len(places) > 1):
             raise UserError(
-                f"device_map leaves weights on {' and '.join(places)}; kernels are bound to weights "
-                "that stay where they are; wanted a device_map of GPUs alone"
+                f"device_map leaves weights on {' and '.join(places)}; kernels are bound to "
+                "weights that stay where they are; wanted a device_map of GPUs alone"
             )
         # Hooks that carry activations from one GPU to another sit on the modules that are there.
         make_ready(model, pick_backend(model.device), fused=len(places) <= 1)

@@ -15,7 +15,7 @@ from compress import bench
 from compress.errors import UserError
 from compress.runtime.load import figures
 from compress.runtime.load.drive import Course, continuous, static
-from compress.runtime.load.workload import MIXES, Request, arrivals, requests
+from compress.runtime.load.workload import MIXES, LoadRequest, arrivals, requests
 from compress.runtime.loader import load
 from compress.runtime.server.engine import Limits
 
@@ -130,7 +130,9 @@ def test_a_load_gets_every_token_and_leaves_the_model_as_it_was(folder: Path) ->
     model = load(folder)
     ids = torch.arange(3, 23).unsqueeze(0)
     before = model(input_ids=ids).logits
-    asked = [Request(list(range(5, 5 + n)), new) for n, new in ((3, 9), (30, 2), (11, 5), (2, 12))]
+    asked = [
+        LoadRequest(list(range(5, 5 + n)), new) for n, new in ((3, 9), (30, 2), (11, 5), (2, 12))
+    ]
     limits = Limits(running=2, waiting=4, kv_tokens=256)
     drive = continuous(model, asked, limits, arrivals=[0.0, 0.0, 0.1, 0.2])
     assert [len(course.tokens) for course in drive.courses] == [9, 2, 5, 12]
@@ -155,7 +157,7 @@ def test_a_static_batch_makes_every_token_past_the_end_token(
         return tokens
 
     monkeypatch.setattr(model, "generate", counted)
-    asked = [Request([5, 6, 7], 9), Request([8], 4), Request([9, 10], 6)]
+    asked = [LoadRequest([5, 6, 7], 9), LoadRequest([8], 4), LoadRequest([9, 10], 6)]
     static(model, asked, 2)
     assert [tuple(tokens.shape) for tokens in made] == [(2, 9), (1, 6)]
     model.generation_config.eos_token_id = int(made[1][0, 1])
@@ -193,11 +195,16 @@ def test_the_command_writes_a_page_and_figures(
     assert "times static" in capsys.readouterr().out
 
 
-def test_a_mistake_in_the_options_is_one_line() -> None:
+def test_a_mistake_in_the_options_is_one_line_and_leaves_no_folder(
+    folder: Path, tmp_path: Path
+) -> None:
     for words, message in (
         (["requests=1"], "requests is 1; wanted at least 2"),
         (["rate=0"], "rate is 0.0; wanted above 0, or null"),
+        (["running=0"], "running is 0; wanted at least 1"),
         (["checkpoint=nowhere"], "nowhere: no config.json there"),
+        ([f"checkpoint={folder}", "workload=chats"], "workload=chats: no such file"),
     ):
         with pytest.raises(UserError, match=message):
-            bench.main(["checkpoint=a", *words])
+            bench.main(["checkpoint=a", f"out={tmp_path / 'runs' / 'load'}", *words])
+    assert not (tmp_path / "runs").exists()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from compress.runtime.load.workload import Request
+from compress.runtime.load.workload import LoadRequest
 from compress.runtime.server.engine import Engine, Limits
 
 SAMPLE_SECONDS = 0.05
@@ -66,7 +66,7 @@ class Drive:
 
 def continuous(
     model: PreTrainedModel,
-    requests: Sequence[Request],
+    requests: Sequence[LoadRequest],
     limits: Limits,
     arrivals: Sequence[float] | None = None,
 ) -> Drive:
@@ -75,7 +75,10 @@ def continuous(
 
 
 async def _continuous(
-    model: PreTrainedModel, requests: Sequence[Request], limits: Limits, arrivals: Sequence[float]
+    model: PreTrainedModel,
+    requests: Sequence[LoadRequest],
+    limits: Limits,
+    arrivals: Sequence[float],
 ) -> Drive:
     engine = Engine(model, [], limits)
     await engine.start()
@@ -86,7 +89,7 @@ async def _continuous(
     def now() -> float:
         return time.perf_counter() - start
 
-    async def serve(request: Request, course: Course) -> None:
+    async def serve(request: LoadRequest, course: Course) -> None:
         await asyncio.sleep(course.arrival - now())
         async for tokens in engine.tokens(request.prompt, request.new_tokens):
             course.tokens += [now()] * len(tokens)
@@ -109,7 +112,9 @@ async def _continuous(
 
 
 @torch.inference_mode()
-def static(model: PreTrainedModel, requests: Sequence[Request], size: int) -> tuple[float, float]:
+def static(
+    model: PreTrainedModel, requests: Sequence[LoadRequest], size: int
+) -> tuple[float, float]:
     """Seconds and CPU seconds for `requests` in batches of `size`, in their order, by `generate`.
 
     A batch is padded to its longest prompt, and ends with its longest answer.

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from compress.report import words
 from compress.runtime.load.drive import Course, Drive
-from compress.runtime.load.workload import Request
+from compress.runtime.load.workload import LoadRequest
 
 PERCENTILES = (50, 95, 99)
 BUSY = 0.5
@@ -33,7 +33,7 @@ def latencies(courses: Sequence[Course]) -> dict[str, dict[str, float]]:
     }
 
 
-def lengths(requests: Sequence[Request]) -> dict[str, Any]:
+def lengths(requests: Sequence[LoadRequest]) -> dict[str, Any]:
     """Tokens of the prompts and of the answers."""
     told: dict[str, Any] = {"requests": len(requests)}
     for name, found in (
@@ -76,7 +76,11 @@ def measure_peaks(device: torch.device, seconds: float = 0.3) -> Peaks:
 
 
 def apart(
-    model: PreTrainedModel, requests: Sequence[Request], prefill: Drive, whole: Drive, peaks: Peaks
+    model: PreTrainedModel,
+    requests: Sequence[LoadRequest],
+    prefill: Drive,
+    whole: Drive,
+    peaks: Peaks,
 ) -> dict[str, Any]:
     """Prefill and decode apart: seconds, tokens a second, and what share of the peaks they reach.
 

@@ -41,7 +41,7 @@ MIXES = {
 
 
 @dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """Token ids of a prompt, and the exact number of tokens to answer with."""
 
     prompt: list[int]
@@ -50,7 +50,7 @@ class Request:
 
 def requests(
     workload: str, number: int, tokenizer: PreTrainedTokenizerBase, context: int, seed: int
-) -> list[Request]:
+) -> list[LoadRequest]:
     """`number` requests of a named mix or of a JSONL file, each cut to fit into `context` tokens.
 
     Raises UserError for a name that is none of MIXES and no file, and for a line of the file that
@@ -61,7 +61,7 @@ def requests(
     if workload in MIXES:
         mix = MIXES[workload]
         lengths = [(_drawn(mix.prompt, draw), _drawn(mix.answer, draw)) for _ in range(number)]
-        made = [Request(_words(n, vocabulary, draw), new) for n, new in lengths]
+        made = [LoadRequest(_words(n, vocabulary, draw), new) for n, new in lengths]
     else:
         path = Path(workload)
         if not path.is_file():
@@ -98,15 +98,15 @@ def _words(tokens: int, vocabulary: int, draw: np.random.Generator) -> list[int]
     return [int(token) for token in draw.integers(vocabulary, size=tokens)]
 
 
-def _fitted(request: Request, context: int) -> Request:
+def _fitted(request: LoadRequest, context: int) -> LoadRequest:
     """Cut to the context: an answer leaves at least half of it to the prompt."""
     new = min(request.new_tokens, context // 2)
-    return Request(request.prompt[: context - new], new)
+    return LoadRequest(request.prompt[: context - new], new)
 
 
 def _read(
     where: str, text: str, tokenizer: PreTrainedTokenizerBase, draw: np.random.Generator
-) -> Request:
+) -> LoadRequest:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
@@ -121,7 +121,7 @@ def _read(
             f"{where}: wanted prompt (text) or prompt_tokens (a number), and answer (text) or "
             "new_tokens (a number); or messages that end with the answer"
         )
-    return Request(prompt, answer)
+    return LoadRequest(prompt, answer)
 
 
 def _prompt(
