@@ -1,7 +1,7 @@
 """All figures of a plan, as plain data: what plan.json holds and the page is drawn from."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,14 +58,8 @@ def study(question: Question) -> dict[str, Any]:
     fitting = [w for w, row in zip(schemes, rows, strict=True) if row["fits"]]
     if not fitting:
         smallest = min(schemes, key=lambda weights: weights.total)
-        taken = sum(needed(shape, smallest, "16", 1, longest).values()) / (1 - OVERHEAD)
-        wanted = math.ceil(taken / 1e6)
-        raise UserError(
-            f"memory={memory / 1e6:g}MB: one request of {longest} tokens takes {wanted}MB with "
-            f"{smallest.scheme}, the smallest scheme; wanted memory={wanted}MB or more, shorter "
-            "requests, or a smaller model"
-        )
-    base = _base(fitting, question.scheme)
+        raise UserError(f"{_too_little(question, smallest)}, shorter requests, or a smaller model")
+    base = _base(question, schemes, fitting, refused)
     clock = Clock(shape, base, question.device)
     room = cache_room(shape, base, memory, longest)
     return {
@@ -91,13 +85,35 @@ def study(question: Question) -> dict[str, Any]:
     }
 
 
-def _base(fitting: Sequence[Weights], scheme: str | None) -> Weights:
-    """The weights that are planned for."""
-    found = [weights for weights in fitting if scheme in (None, weights.scheme)]
-    if not found:
-        names = ", ".join(weights.scheme for weights in fitting)
-        raise UserError(f"scheme={scheme}: does not fit, or is none; wanted one of {names}")
-    return found[0]
+def _base(
+    question: Question,
+    schemes: Sequence[Weights],
+    fitting: Sequence[Weights],
+    refused: Mapping[str, str],
+) -> Weights:
+    """The weights that are planned for. Raises UserError for a scheme that they cannot be in."""
+    asked = question.scheme
+    if asked is None:
+        return fitting[0]
+    names = ", ".join(weights.scheme for weights in fitting)
+    found = next((weights for weights in schemes if weights.scheme == asked), None)
+    if found is None:
+        why = refused.get(asked, "no such scheme")
+        raise UserError(f"scheme={asked}: {why}; wanted one of {names}")
+    if found not in fitting:
+        raise UserError(f"{_too_little(question, found)}, or one of {names}")
+    return found
+
+
+def _too_little(question: Question, weights: Weights) -> str:
+    """Words for memory that one request does not fit into beside the weights."""
+    longest = max(request.total for request in question.requests)
+    taken = sum(needed(question.shape, weights, "16", 1, longest).values()) / (1 - OVERHEAD)
+    wanted = math.ceil(taken / 1e5) / 10
+    return (
+        f"memory={question.memory / 1e6:g}MB: one request of {longest} tokens takes {wanted:.1f}MB "
+        f"with {weights.scheme}; wanted memory={wanted:.1f}MB or more"
+    )
 
 
 def _scheme(question: Question, weights: Weights, longest: int, mean: float) -> dict[str, Any]:
