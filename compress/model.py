@@ -5,9 +5,8 @@ meta device, and a block's tensors are read from safetensors when it is its turn
 """
 
 import copy
-import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from compress.blocks.structure import stored_name
+from compress import soundness, unknown
+from compress.blocks.structure import knows, stored_name
 from compress.errors import UserError
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import assign, swap_linears, take_quantization
@@ -68,7 +68,7 @@ class BlockModel:
     compressed-tensors folder are `QuantLinear`. Of the embedding the rows that are looked up are
     read, and of the head a part at a time; the norms outside the blocks stay in memory. dtype is
     that of the arithmetic: weights are cast as they are read, scales keep theirs. Raises UserError
-    for a weight that is missing or not finite.
+    for weights that `soundness` refuses, and for blocks that cannot be run one by one.
     """
 
     def __init__(
@@ -90,6 +90,9 @@ class BlockModel:
             swap_linears(self.skeleton, quantization)
         self.prefix, blocks = find_blocks(self.skeleton)
         self.blocks = list(blocks)
+        if not knows(self.config):
+            unknown.watch(self.config.model_type, self.blocks)
+        self._names = {stored_name(self.config, name) for name in self.skeleton.state_dict()}
         self._leave_on_disk()
         inside = f"{self.prefix}."
         outside = [name for name in _empty(self.skeleton) if not name.startswith(inside)]
@@ -133,10 +136,12 @@ class BlockModel:
                     module.to("meta")  # its kernel holds the weight too
 
     def outside_names(self) -> Iterator[str]:
-        """Names of the tensors outside the blocks, as stored; a tied head is left out."""
+        """Names of the tensors outside the blocks, as stored; a tied head is left out, and so is
+        what the model has no place for.
+        """
         tied = {stored_name(self.config, name) for name in tied_names(self.skeleton)}
         for name in self.tensors:
-            if not name.startswith(f"{self.prefix}.") and name not in tied:
+            if not name.startswith(f"{self.prefix}.") and name in self._names - tied:
                 yield name
 
     def embed(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -176,7 +181,8 @@ class BlockModel:
         """Run what lies before and between the blocks, with frames in their place."""
         full = mask is None or bool(mask.all())
         # Without a mask attention takes its fast causal path.
-        self.skeleton.base_model(ids, attention_mask=None if full else mask, use_cache=False)
+        with nullcontext() if knows(self.config) else unknown.told(self.config.model_type):
+            self.skeleton.base_model(ids, attention_mask=None if full else mask, use_cache=False)
 
     def _look_up_in(self, rows: Tensor) -> None:
         """Make `rows` [n, H] the embedding, which the model's own forward may scale."""
@@ -188,47 +194,32 @@ class BlockModel:
         self._embedding = self.skeleton.get_input_embeddings()
         self._embedding.padding_idx = None  # it would be looked for among the rows looked up
         self._table = f"{names[self._embedding]}.weight"
-        self._check(self._table, self._embedding.weight.shape)
+        soundness.check(self.tensors, self._table, self._embedding.weight)
         # One row, for where ids [B, T] are looked up and only their shape matters.
         self._nothing = torch.zeros(1, self._embedding.weight.shape[1])
         self._look_up_in(self._nothing)
         head = self.skeleton.get_output_embeddings()
         own = stored_name(self.config, f"{names[head]}.weight")
         stored = self._table if tied_names(self.skeleton) else own
-        self._check(stored, head.weight.shape)
+        if stored != own:
+            soundness.check_tied(self.tensors, stored, own)
+        soundness.check(self.tensors, stored, head.weight)
         self.skeleton.set_submodule(names[head], _Head(self.tensors, stored, head.bias))
 
     def _fill(self, module: nn.Module, prefix: str, names: Iterable[str]) -> None:
         for name in names:
             empty, full = _get(module, name), stored_name(self.config, prefix + name)
-            self._check(full, empty.shape)
+            soundness.check(self.tensors, full, empty)
             # A copy, so that the file can be closed.
             dtype = self.dtype if isinstance(empty, nn.Parameter) else None
             value = self.tensors[full].to(self.device, dtype, copy=True)
             assign(module, name, value)
 
-    def _check(self, name: str, wanted: torch.Size) -> None:
-        """Raise UserError where the tensor cannot be what the model wants."""
-        if name not in self.tensors:
-            raise UserError(f"{self.folder}: no tensor {name}; the checkpoint is incomplete")
-        found = self.tensors.shape(name)
-        if found != tuple(wanted):
-            raise UserError(
-                f"{self.folder}: {name} has shape {list(found)}, wanted {list(wanted)} "
-                "by config.json"
-            )
-        for _, part in self.tensors.chunks(name, CHUNK):
-            if part.is_floating_point() and not torch.isfinite(torch.stack(part.aminmax())).all():
-                raise UserError(
-                    f"{self.folder}: {name} holds NaN or Inf; wanted finite weights: "
-                    "fetch the model again or repair that layer"
-                )
-
 
 def _empty(module: nn.Module) -> list[str]:
-    """Names of the parameters and buffers that are still to be read."""
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    return [name for name, tensor in tensors if tensor.is_meta]
+    """Names of the parameters that are still to be read, and of the buffers that files hold."""
+    buffers = {name for name, _ in module.named_buffers()}
+    return [n for n, tensor in module.state_dict().items() if tensor.is_meta or n in buffers]
 
 
 def _get(module: nn.Module, name: str) -> Tensor:
@@ -269,11 +260,10 @@ def tied_names(model: PreTrainedModel) -> set[str]:
 
 
 def storage_dtype(config: PretrainedConfig, wanted: str) -> torch.dtype:
-    """The dtype of what stays in 16 bit: as stored, and bfloat16 for a model stored in float32."""
+    """The dtype of what stays in 16 bit: as stored, and bfloat16 for a model in 32 bit or more."""
     if wanted != "auto":
         return getattr(torch, wanted)
-    stored = config.dtype or torch.bfloat16
-    return torch.bfloat16 if stored == torch.float32 else stored
+    return torch.float16 if config.dtype == torch.float16 else torch.bfloat16
 
 
 def tensor_counts(config: PretrainedConfig, trust_remote_code: bool = False) -> dict[str, int]:
@@ -285,6 +275,13 @@ def tensor_counts(config: PretrainedConfig, trust_remote_code: bool = False) -> 
         for name, parameter in model.named_parameters()
         if name not in tied
     }
+
+
+def outside_linears(model: PreTrainedModel) -> list[str]:
+    """Names of the linears outside the blocks; the output layer is one of them."""
+    prefix, _ = find_blocks(model)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in linears if not name.startswith(f"{prefix}.")]
 
 
 def linear_shapes(

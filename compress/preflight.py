@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from compress import engines
 from compress.blocks.structure import head_names
 from compress.kernels.backend import pick_backend
-from compress.model import linear_shapes, skeleton, storage_dtype
+from compress.model import linear_shapes, outside_linears, skeleton, storage_dtype
 
 if TYPE_CHECKING:
     from compress.config import Config
@@ -48,12 +48,14 @@ def preflight(
     for what the engine cannot serve.
     """
     trust = config.model.trust_remote_code
+    empty = skeleton(model, torch.bfloat16, trust)
+    outside = dict.fromkeys([*outside_linears(empty), *head_names(empty)])
     return engines.preflight(
         linear_shapes(model, trust),
         config.quantize.spec,
         config.engine,
         config.quantize.keep,
-        head_names(skeleton(model, torch.bfloat16, trust)),
+        list(outside),
         dtype=storage_dtype(model, config.model.dtype),
         guarded=guarded,
     )

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
+from compress.blocks.structure import stored_name
 from compress.budget import choices
 from compress.errors import ConfigError, UserError
 from compress.log import logger
@@ -29,6 +30,7 @@ from compress.sizes import (
 )
 from compress.source import read_config
 from compress.stage import Run
+from compress.tensors import TensorFiles
 from compress.training.trainable import WAYS
 
 OWN_CACHE = (
@@ -71,6 +73,7 @@ class Plan:
         folder = run.artifacts["dense"]
         options = run.config.model
         config = read_config(folder, options.trust_remote_code)
+        odd = _left_out(folder, skeleton(config, torch.bfloat16, options.trust_remote_code))
         sizes = tensor_elements(folder)
         whole = sum(sizes.values())
         if "shrink" in run.config.stages:
@@ -94,6 +97,7 @@ class Plan:
             reasons |= offer.reasons
         if "shrink" in run.config.stages:
             notes.insert(0, _of_the_student(sum(sizes.values()), whole))
+        notes += odd
         if kv_cache != "16" and run.config.engine != "native":
             notes.append(OWN_CACHE)
         for note in notes:
@@ -241,6 +245,16 @@ def _training(run: Run, student: Student) -> dict[str, dict[str, int]]:
     sizes = ", ".join(f"{way} {parts['total'] / 1e9:.1f} GB" for way, parts in found.items())
     logger.info(f"  distill in one process, by what learns (train={settings.train}): {sizes}")
     return found
+
+
+def _left_out(folder: Path, empty: PreTrainedModel) -> list[str]:
+    """What is to be said of stored tensors that the model has no place for."""
+    names = {stored_name(empty.config, name) for name in empty.state_dict()}
+    odd = [name for name in TensorFiles(folder) if name not in names]
+    if not odd:
+        return []
+    count = words.several(len(odd), "tensor")
+    return [f"{count} that the model of config.json has no place for, left out: {odd[0]}, ..."]
 
 
 def _of_the_student(parameters: int, whole: int) -> str:

@@ -65,8 +65,15 @@ def token_divergence(windows: Windows, held: Windows, vocabulary: int) -> float:
 
     The ratio of two perplexities of the unigram model with one added to each count (Laplace): of
     the held-out tokens, and of each calibration window by the counts of all others. 1: the same
-    kind of text, however little there is of it.
+    kind of text, however little there is of it. Raises UserError for a token that is not in the
+    `vocabulary` of the model.
     """
+    largest = int(torch.cat([windows.ids.flatten(), held.ids.flatten()]).max())
+    if largest >= vocabulary:
+        raise UserError(
+            f"the tokenizer gives token {largest}, and the model has embeddings for {vocabulary}; "
+            "wanted the tokenizer that belongs to the model, or its embedding resized"
+        )
     total = torch.bincount(windows.ids[windows.mask.bool()], minlength=vocabulary).float()
     own = []
     for row, mask in zip(windows.ids, windows.mask, strict=True):

@@ -227,3 +227,18 @@ def test_a_renamed_head_is_ignored_by_both_its_names(
     assert ignore[-2:] == ["lm_head", "embed_out"]
     assert "embed_out.weight" in stored(checkpoint)
     assert "lm_head.weight" not in stored(checkpoint)
+
+
+def test_what_the_model_has_no_place_for_is_left_out_and_told(
+    run: Callable[..., Path], tmp_path: Path
+) -> None:
+    dense = tmp_path / "dense"
+    save(random_model(family_config("gpt_neox")), dense)
+    tensors = load_file(dense / "model.safetensors")
+    odd = {"gpt_neox.layers.0.attention.masked_bias": torch.ones(()), "extra.weight": torch.ones(3)}
+    save_file(tensors | odd, dense / "model.safetensors", {"format": "pt"})
+    checkpoint = run(dense, "w8a8")
+    assert not odd.keys() & stored(checkpoint).keys()
+    load(checkpoint)(IDS)
+    notes = json.loads((tmp_path / "run" / "stages" / "plan.json").read_text())["metrics"]["notes"]
+    assert sum("2 tensors that the model of config.json has no place for" in n for n in notes) == 1

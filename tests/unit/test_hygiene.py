@@ -132,6 +132,11 @@ def test_divergence_is_a_ratio_of_unigram_perplexities(held: list[list[int]], ra
     assert found == pytest.approx(ratio)
 
 
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    with pytest.raises(UserError, match=r"gives token 7, and the model has embeddings for 7; want"):
+        hygiene.token_divergence(windows([[1, 2], [3]]), windows([[7, 2]]), 7)
+
+
 def test_divergence_sees_no_padding() -> None:
     padded, held = windows([[1, 2, 1], [2, 1], [1]]), windows([[1, 2], [2]])
     tail = torch.zeros(3, 2, dtype=torch.int64)
