@@ -1,0 +1,63 @@
+"""Faults planted into the text of the CPU's kernels are found by their tests."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compress.kernels.native import build
+
+HERE = Path(__file__).parent
+FAULTS = (
+    ("w8a8/cpu.h", "acc - sums_N[row]", "acc - sums_N[row] + 1", r"test_w8a8_has_the_bits\S*own"),
+    ("dense/cpu.h", "j = whole; j < k;", "j = whole; j < k - 1;", "test_dense"),
+    ("wna16/cpu.h", "integers(stored, 128)", "integers(stored, 127)", r"test_wna16\[own.*bits=8"),
+    ("wna16/cpu.h", "(*stored & 15) - 8", "(*stored & 15) - 7", "test_the_dequantized_weight"),
+    # INT4 goes by one of the two, as the machine has it.
+    ("wna16/cpu.h", "integers(stored >> 4, 8)", "integers(stored >> 4, 7)", "test_int4_where"),
+    ("wna16/pairs.h", "-136 * total", "-135 * total", "test_int4_where"),
+    ("token/cpu.h", "squares / k + eps", "squares / (k + 1) + eps", "test_rmsnorm"),
+    ("token/cpu.h", "i < half ? -float", "i < half ? float", "test_attention"),
+)
+"""File, what stands there, the fault in its place, and the test that must fail."""
+RUN = """
+import sys
+from pathlib import Path
+import pytest
+from compress.kernels.native import build
+build.HERE = Path(sys.argv[1])
+assert build.available()
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+CHOSEN = "bits_of or dense or wna16 or dequantized_weight or int4_where or rmsnorm or attention"
+
+
+@pytest.mark.slow
+def test_each_fault_is_found(tmp_path: Path) -> None:
+    if not build.available():
+        pytest.skip("no C++ compiler here")
+    for name in build.TEXTS:
+        text = (build.HERE.parent / name).read_text()
+        for file, old, new, _ in FAULTS:
+            if file == name:
+                assert old in text, f"no {old!r} in {file} to break"
+                text = text.replace(old, new)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    files = [str(HERE / name) for name in ("test_cpu.py", "test_token.py")]
+    options = ["-q", "-rf", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow", "-k", CHOSEN]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path / "native"), *options, *files],
+        env=os.environ | {"COMPRESS_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    failed = re.findall(r"^FAILED \S*::(.*)$", done.stdout, re.MULTILINE)
+    for *_, test in FAULTS:
+        assert any(re.match(test, name) for name in failed), f"{test} passed\n{done.stdout[-2000:]}"
+    # What has no fault passes: by torch's products, and the reference beside.
+    assert not any("aten" in name for name in failed), failed
