@@ -19,6 +19,7 @@ from compress.errors import ConfigError
 from compress.machine import hardware, packages
 from compress.report import pages, words
 from compress.runtime import devices
+from compress.runtime.attention import in_words
 from compress.runtime.load import charts, figures
 from compress.runtime.load.drive import Drive, continuous, static
 from compress.runtime.load.workload import LoadRequest, arrivals, requests
@@ -140,6 +141,7 @@ def measured(
         },
         "open_loop": {"rate": rate} | _open_loop(opened, tokens),
         "halves": halves,
+        "attention": in_words(model),
         "limits": asdict(limits),
         "seed": settings.seed,
         "rounds": settings.rounds,

@@ -7,6 +7,7 @@ transformers does so for some masks; here it is done without one too, and where 
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -24,6 +25,17 @@ def install(model: PreTrainedModel) -> None:
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
+
+
+def in_words(model: PreTrainedModel) -> str:
+    """How `model` attends, for reports."""
+    name = str(model.config._attn_implementation)
+    if name == NAME:
+        return "SDPA, the heads of a group together"
+    if name != "sdpa":
+        return name
+    flash = model.device.type == "cuda" and torch.backends.cuda.flash_sdp_enabled()
+    return "SDPA, by FlashAttention where torch has it" if flash else "SDPA"
 
 
 def attend(

@@ -13,6 +13,7 @@ from compress.kernels.backend import BACKENDS, pick_backend
 from compress.kernels.check import MAX_RELATIVE_ERROR, check_linear
 from compress.log import logger
 from compress.machine import release_memory
+from compress.runtime.attention import in_words
 from compress.runtime.cache import KV_CACHES
 from compress.runtime.decode import COMPILE, Decoder
 from compress.runtime.footprint import footprint
@@ -135,6 +136,7 @@ class Serve:
             for name, decoder in decoders.items():
                 latency[name] = summarize(timings[name], prompt_tokens) | footprints[name]
                 latency[name] |= {
+                    "attention": in_words(decoder.model),
                     "step": decoder.step,
                     "compiled": decoder.compiled,
                     "compile_seconds": compiling[name],
@@ -232,6 +234,6 @@ def _say(latency: dict[str, Any], answers: dict[str, str]) -> None:
         f"  decode {before['decode_tokens_per_s']:.1f} to {after['decode_tokens_per_s']:.1f} "
         f"tokens/s, prefill {before['prefill_tokens_per_s']:.0f} to "
         f"{after['prefill_tokens_per_s']:.0f}, one request at a time, "
-        f"the step {after['step']}"
+        f"attention by {after['attention']}, the step {after['step']}"
     )
     logger.info(f"  asked, it answers: {answers['after']}")

@@ -184,6 +184,7 @@ def test_the_command_writes_a_page_and_figures(
     }
     assert batching["cpu_ratio"] == pytest.approx(cpu["static"] / cpu["continuous"])
     assert opened["rate"] == 50
+    assert found["attention"] == "SDPA, the heads of a group together"
     assert [set(r) for r in opened["requests"]] == [{"arrival_s", "ttft_s", "whole_s"}] * 4
     assert halves["prefill"]["tokens"] == 50
     assert halves["decode"]["tokens"] == 2 * (4 + 9) - 4

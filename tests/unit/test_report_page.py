@@ -60,6 +60,7 @@ def test_text_of_a_model_is_shown_not_run(run: SimpleNamespace) -> None:
 
 
 def test_page_shows_the_figures(run: SimpleNamespace) -> None:
+    run.manifests["serve"]["metrics"]["after"]["attention"] = "SDPA"
     text = page(figures(run)).replace("\u00a0", " ")
     for wanted in (
         "269 MB",
@@ -75,8 +76,8 @@ def test_page_shows_the_figures(run: SimpleNamespace) -> None:
         "from an earlier run",
         "24,576 tokens",
         "yarn",
-        "2 threads, one request at a time, the two models by turns. The step of decoding: as its "
-        "modules are for the original, compiled for the compressed model.",
+        "2 threads, one request at a time, the two models by turns. Attention: SDPA. The step of "
+        "decoding: as its modules are for the original, compiled for the compressed model.",
         "0.000310, over 6 layers that stand for all 48",
         "Paris &lt;i&gt;of course&lt;/i&gt;",
     ):

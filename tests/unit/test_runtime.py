@@ -4,6 +4,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from compress import checkpoint
 from compress.errors import UserError
 from compress.qtensor import QTensor, QuantSpec, quantize
+from compress.runtime.attention import in_words
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import load
 
@@ -138,6 +141,18 @@ def test_the_head_reads_the_last_token_without_the_strides_of_the_prompt(dense: 
     last = model(input_ids=ids, logits_to_keep=1).logits
     assert seen == [(64, 64, 1)]
     assert torch.allclose(last[:, 0], model(input_ids=ids).logits[:, -1], atol=1e-5)
+
+
+def test_how_a_model_attends_is_told(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(dense)
+    for name, words in (("sdpa", "SDPA"), ("eager", "eager")):
+        model.set_attn_implementation(name)
+        assert in_words(model) == words
+    on_gpu: Any = SimpleNamespace(config=model.config, device=torch.device("cuda"))
+    model.set_attn_implementation("sdpa")
+    assert in_words(on_gpu) == "SDPA, by FlashAttention where torch has it"
+    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
+    assert in_words(on_gpu) == "SDPA"
 
 
 def test_embeddings_stay_tied_and_a_second_copy_is_taken_as_one(

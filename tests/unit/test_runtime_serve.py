@@ -124,6 +124,7 @@ def test_the_stage_checks_asks_and_times(
         assert figures["peak_rss_bytes"] > figures["idle_rss_bytes"] > 0
         assert figures["load_seconds"] > 0
         assert figures["compiled"] is False
+        assert figures["attention"] == "SDPA, the heads of a group together"
 
 
 def test_a_kernel_that_is_off_is_refused(
