@@ -131,6 +131,16 @@ def test_a_pipeline_is_named_by_the_folder_alone(checkpoint: Path) -> None:
     assert written("Once upon a time", **asked) == loaded("Once upon a time", **asked)
 
 
+@pytest.mark.parametrize("checkpoint", [W8A8, QuantSpec(4, 4)], indirect=True, ids=str)
+def test_a_kv_cache_of_fixed_size_gives_the_same_tokens(checkpoint: Path) -> None:
+    model, ids = load(checkpoint), torch.arange(3, 20)[None]
+    asked = {"do_sample": False, "min_new_tokens": 20, "max_new_tokens": 20}
+    growing = model.generate(ids, **asked)
+    fixed = model.generate(ids, cache_implementation="static", **asked)
+    assert growing.shape == (1, 37)
+    assert torch.equal(fixed, growing)
+
+
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("checkpoint", [W8A8], indirect=True, ids=str)
 def test_continuous_batching_of_transformers_takes_it(checkpoint: Path) -> None:
