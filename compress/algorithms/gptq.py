@@ -43,8 +43,8 @@ def factor(hessian: Tensor) -> Factor:
     With the channels in reverse, H = U U^T for an upper U, and the factor of H^-1 = U^-T U^-1 is
     U^-1: one Cholesky and one triangular inverse instead of two and a whole inverse.
 
-    `hessian` is used up: two matrices of its size are in memory, itself and the factor. At
-    K = 11008 each takes 485 MB.
+    `hessian` is used up: two matrices of its size are in memory, and half of one while the triangle
+    is inverted. At K = 11008 each takes 485 MB.
     """
     hessian = hessian.float()
     diagonal = hessian.diagonal()
@@ -70,7 +70,7 @@ def _invert_lower(lower: Tensor) -> None:
     """Put the inverse of a lower triangular matrix [K, K] in its place.
 
     By halves, which leaves all but the smallest of the work to products of large matrices, and
-    needs a quarter of the matrix beside it.
+    needs half of the matrix beside it.
     """
     half = len(lower) // 2
     if half < SOLVED:
@@ -78,8 +78,10 @@ def _invert_lower(lower: Tensor) -> None:
         lower.copy_(torch.linalg.solve_triangular(lower, one, upper=False))
         return
     first, across, second = lower[:half, :half], lower[half:, :half], lower[half:, half:]
-    across.copy_(torch.linalg.solve_triangular(second, across, upper=False).neg_())
-    across.copy_(torch.linalg.solve_triangular(first, across, upper=False, left=False))
+    for part in across.split(TOGETHER, dim=1):
+        part.copy_(torch.linalg.solve_triangular(second, part, upper=False).neg_())
+    for part in across.split(TOGETHER):
+        part.copy_(torch.linalg.solve_triangular(first, part, upper=False, left=False))
     _invert_lower(first)
     _invert_lower(second)
 
