@@ -84,7 +84,7 @@ def test_a_few_output_channels_at_a_time_give_the_same(
 
 
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="only Linux resets the peak of memory")
-def test_the_factor_takes_a_matrix_and_a_half_beside_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_factor_takes_half_a_matrix_beside_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gptq_module, "TOGETHER", 64)
     hessian = torch.eye(2048) + 0.1
     factor(torch.eye(512))  # what the libraries take once
