@@ -133,7 +133,8 @@ def asked(
     model: PreTrainedModel, caches: dict[str, Cache], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, int], dict[str, list[float]]]:
     """Of each kind: how many pass keys it finds, and the seconds of its decoding steps."""
-    keys, seconds = dict.fromkeys(caches, 0), {kind: [] for kind in caches}
+    keys = dict.fromkeys(caches, 0)
+    seconds: dict[str, list[float]] = {kind: [] for kind in caches}
     for color, key in KEYS.items():
         text = ASKED.format(color=color)
         question = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids

@@ -88,17 +88,17 @@ def make(
         if shards[-1] and weights_bytes(shards[-1]) + weights_bytes({name: size}) > shard_bytes:
             shards.append({})
         shards[-1][name] = size
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file = SINGLE if len(shards) == 1 else file
+        numbered = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard_file = SINGLE if len(shards) == 1 else numbered
         parts = (
             part
             for name, size in shard.items()
             for part in random_weight(name, size, sizes["num_hidden_layers"], seed)
         )
-        write_stream(folder / file, {n: (torch.bfloat16, s) for n, s in shard.items()}, parts)
-        weight_map |= dict.fromkeys(shard, file)
+        write_stream(folder / shard_file, {n: (torch.bfloat16, s) for n, s in shard.items()}, parts)
+        weight_map |= dict.fromkeys(shard, shard_file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": weights_bytes(shapes)}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
