@@ -50,8 +50,8 @@ def load(
     as in compress.runtime.fused; False where linears are to be exchanged. `save_pretrained` and
     `state_dict` give the checkpoint's layout, whatever order a kernel keeps. Peak memory is the
     model and one tensor, or where fused one block's gate and up. Raises UserError for a folder that
-    is no causal language model, a damaged file, and a tensor that is missing, doubled, unknown or
-    of the wrong shape; for a backend that cannot run on `device`.
+    is no causal language model, a damaged file, and a tensor that is missing, doubled, of the wrong
+    shape or, beside quantized linears, unknown; for a backend that cannot run on `device`.
     """
     backend = pick_backend(device, backend)
     skeleton = build_empty(folder, device, dtype, trust_remote_code)
@@ -196,6 +196,7 @@ def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
     found: set[str] = set()
     wanted = model.state_dict()
     tied = model.all_tied_weights_keys
+    quantized = any(isinstance(module, QuantLinear) for module in model.modules())
     on_cpu, pages = torch.device(device).type == "cpu", Pages()
     for stored, tensor in stored_tensors(folder):
         name = model_name(model.config, stored)
@@ -204,6 +205,8 @@ def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
         found.add(name)
         if name.endswith(FOLLOWS_FROM_CONFIG):
             continue
+        if name not in wanted and not quantized:
+            continue  # as transformers does: old GPT-NeoX files hold masks
         if name not in wanted:
             raise UserError(
                 f"{folder}: {name} is stored, but the model of config.json has no such tensor; "
