@@ -91,6 +91,7 @@ def test_words_in_planar_order_are_saved_in_the_checkpoints(
 def test_a_linear_that_takes_other_weights_is_bound_again(spec: QuantSpec) -> None:
     def made() -> QuantLinear:
         linear = QuantLinear(64, 32, spec, bias=True, dtype=torch.bfloat16)
+        nn.init.normal_(linear.bias)
         for buffer in linear.buffers():
             if buffer.is_floating_point():
                 nn.init.uniform_(buffer, 0.01, 0.02)
