@@ -34,8 +34,8 @@ def prepare(
     many = partial(linear, weight_KN=weight.t(), scale_N=scale_N, bias=bias)
     if not build.available():
         return many
-    # Activations come to the product with 128 added: unsigned. `sum` would widen the weight to int32
-    # first, and of such temporaries the heap kept up to three times the model.
+    # Activations come to the product with 128 added: unsigned. `sum` would first make int32 of the
+    # weight, and of such temporaries the heap kept up to three times the model.
     ones_K1 = torch.ones((weight.shape[1], 1), dtype=torch.int8)
     sums_N = torch._int_mm(weight, ones_K1).view(-1).mul_(128)
     bias_N = None if bias is None else bias.float()
