@@ -13,8 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from safetensors import SafetensorError
 
-from compress import arguments, processes
-from compress import config as schema
+from compress import arguments
 from compress.arguments import CONF
 from compress.errors import GateError, UserError
 
@@ -49,15 +48,29 @@ def told_plainly() -> Iterator[None]:
     except KeyboardInterrupt:
         _end("stopped; the same command goes on from here", status=130)
     except Exception:
-        if not processes.first_to_tell():
+        if not _first_to_tell():
             sys.exit(1)  # what was told before brought this about
         raise
 
 
 def _end(message: str, status: int = 2) -> None:
-    if processes.first_to_tell():
+    if _first_to_tell():
         print(f"compress: {message}", file=sys.stderr)
     sys.exit(status)
+
+
+def _launched() -> bool:
+    """Whether `accelerate launch` started this process, beside others perhaps."""
+    return "LOCAL_RANK" in os.environ
+
+
+def _first_to_tell() -> bool:
+    """Whether it is for this process to say how the run ends."""
+    if not _launched():
+        return True
+    from compress import processes
+
+    return processes.first_to_tell()
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,7 @@ def runner(jobs: Jobs) -> Callable[[], None]:
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def run(composed: DictConfig) -> None:
+        from compress import config as schema
         from compress import pipeline
 
         with told_plainly():
@@ -102,7 +116,12 @@ def runner(jobs: Jobs) -> Callable[[], None]:
 def main() -> None:
     """Entry of `python -m compress`, in each of the processes that `accelerate launch` starts."""
     with told_plainly():
-        processes.lead(command)
+        if _launched():
+            from compress import processes
+
+            processes.lead(command)
+        else:
+            command()
 
 
 def command() -> None:
@@ -113,13 +132,17 @@ def command() -> None:
     """
     words = sys.argv[1:]
     shows_help = any(word in ("--help", "-h", "--hydra-help", "--version") for word in words)
-    schema.register()
     if "recipe=?" in words:
         print(arguments.listed(recipes()))
         return
+    if not shows_help:
+        arguments.check_early(words, recipes())
+    from compress import config as schema  # seconds, with all that the stages work with
+
+    schema.register()
     words = arguments.prepared(words)
     if not shows_help:
-        arguments.check(words, recipes())
+        arguments.check(words)
     elif not any(word.startswith("recipe=") for word in words):
         words.append("recipe=tiny")  # Hydra shows a whole configuration, so it needs one
     sys.argv[1:] = words

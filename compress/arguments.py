@@ -1,21 +1,23 @@
 """From the words of a command line to what Hydra's grammar reads.
 
-Paths are taken as they are typed, a list may be a bare word, options may stand anywhere.
+Paths are taken as they are typed, a list may be a bare word, options may stand anywhere. The schema
+takes seconds to import: what is wrong without it, `check_early` says.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import get_origin, get_type_hints
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from compress import config as schema
-from compress.errors import UserError
+from compress.errors import ConfigError, UserError
+from compress.model_path import TINY, local
 from compress.quoting import PLAIN, is_quoted, quoted
 
 CONF = Path(__file__).parent / "conf"
@@ -34,11 +36,10 @@ ALONE = (
 """Its other options."""
 
 
-def prepared(arguments: list[str]) -> list[str]:
-    """The same arguments as Hydra reads them: fields first, their values quoted, then options.
+def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The words that set fields, and Hydra's options with their values.
 
-    With --multirun commas part the values of a sweep, of paths and lists too.
-    Raises UserError for a word that is neither an option of Hydra's nor field=value.
+    Raises UserError for a word that is neither, and for a field that is given twice.
     """
     options: list[str] = []
     fields: list[str] = []
@@ -57,8 +58,26 @@ def prepared(arguments: list[str]) -> list[str]:
                 f"{word}: neither an option nor field=value; a value with blanks wants quotes "
                 f"around it all: '{fields[-1] if fields else 'model.path=A'} {word}'"
             )
-    sweeps = bool(set(MULTIRUN) & set(options))
-    return [*(_for_hydra(word, sweeps) for word in fields), *options]
+    given: dict[str, str] = {}
+    for name, _, value in (field.lstrip("+~").partition("=") for field in fields):
+        if name in given:
+            raise UserError(f"{name} is given twice, as {given[name]} and {value}; wanted one")
+        given[name] = value
+    return fields, options
+
+
+def prepared(arguments: list[str]) -> list[str]:
+    """The same arguments as Hydra reads them: fields first, their values quoted, then options.
+
+    With --multirun commas part the values of a sweep, of paths and lists too.
+    Raises UserError as `parted` does.
+    """
+    fields, options = parted(arguments)
+    return [*(_for_hydra(word, _sweeps(options)) for word in fields), *options]
+
+
+def _sweeps(options: list[str]) -> bool:
+    return bool(set(MULTIRUN) & set(options))
 
 
 def _for_hydra(word: str, sweeps: bool) -> str:
@@ -77,6 +96,8 @@ def _for_hydra(word: str, sweeps: bool) -> str:
 
 
 def _list_fields() -> Iterator[str]:
+    from compress import config as schema
+
     for name, kind in get_type_hints(schema.Config).items():
         if get_origin(kind) is list:
             yield name
@@ -85,62 +106,94 @@ def _list_fields() -> Iterator[str]:
             yield from (f"{name}.{field}" for field, of in hints.items() if get_origin(of) is list)
 
 
-def check(arguments: list[str], recipes: Mapping[str, str]) -> None:
-    """Raise UserError, in one line, for prepared arguments that Hydra would refuse with several.
+def check_early(arguments: list[str], recipes: Mapping[str, str]) -> None:
+    """Raise UserError, in one line, for what is wrong whatever the schema says: a word, a recipe, a
+    choice, a model that is not there.
 
     recipes: what each recipe is for, by its name.
     """
-    overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
-    values = dict(a.lstrip("+~").split("=", 1) for a in overrides)
-    sweeps = bool(set(MULTIRUN) & set(arguments))
-    wanted = values.get("recipe")
-    if wanted is None:
+    fields, options = parted(arguments)
+    values = {
+        name: [part.strip().strip("'\"") for part in value.split(",")]
+        for name, _, value in (field.lstrip("+~").partition("=") for field in fields)
+    }
+    if "recipe" not in values:
         raise UserError(
             f"no recipe given; python -m compress recipe=NAME, with NAME one of\n{listed(recipes)}"
         )
-    for name in wanted.split(","):
+    for name in values["recipe"]:
         if name not in recipes:
             raise UserError(f"recipe={name}: no such recipe; there are\n{listed(recipes)}")
-    groups = {folder.name for folder in CONF.iterdir() if folder.is_dir()}
-    for name, value in values.items():
-        bare = name.split("@")[0]
-        if bare in groups:
-            _check_group(bare, value)
-        elif bare.split(".")[0] not in HYDRA_KEYS:
-            schema.check_field(bare)
-    _compose(overrides, sweeps)
+    for group in _groups() & values.keys():
+        choices = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+        for name in values[group]:
+            if name not in (*choices, "null"):
+                raise UserError(f"{group}={name}: no such choice; there are {', '.join(choices)}")
+    for path in _models(fields, _sweeps(options)):
+        if path not in (TINY, "null"):
+            local(path)
+
+
+def _models(fields: list[str], sweeps: bool) -> list[str]:
+    """The paths that model.path is given as."""
+    typed = [value for name, _, value in (f.partition("=") for f in fields) if name == "model.path"]
+    paths = [path for value in typed for path in (value.split(",") if sweeps else [value])]
+    return [path[1:-1] if is_quoted(path) else path for path in paths]
+
+
+def check(arguments: list[str]) -> None:
+    """Raise UserError, in one line, for prepared arguments that Hydra would refuse with several.
+
+    Each job is composed, that what is wrong with any is said before the first runs.
+    """
+    from compress import config as schema
+
+    jobs = _jobs([a for a in arguments if not a.startswith("-") and "=" in a], _sweeps(arguments))
+    overrides = [_parsed(word) for word in dict.fromkeys(chain(*jobs))]
+    problems = [
+        problem
+        for name, value in ((o.key_or_group, o.value()) for o in overrides)
+        if name not in _groups() and name.split(".")[0] not in HYDRA_KEYS
+        if (problem := schema.type_problem(name, value))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            for job in jobs:
+                hydra.compose("config", overrides=job)
+    except (HydraException, OmegaConfBaseException) as error:
+        parts = [error, error.__cause__] if error.__cause__ else [error]
+        said = [str(part).strip().splitlines()[0] for part in parts if str(part).strip()]
+        raise UserError(": ".join(dict.fromkeys(said))) from error
+
+
+def _jobs(fields: list[str], sweeps: bool) -> list[list[str]]:
+    """The fields of each job, one value each."""
+    values = []
+    for word in fields:
+        override = _parsed(word)
+        if not override.is_sweep_override():
+            values.append([word])
+        elif sweeps:
+            name = override.get_key_element()
+            values.append([f"{name}={value}" for value in override.sweep_string_iterator()])
+        else:
+            raise UserError(f"{word}: several values; add --multirun for a run of each")
+    return [list(job) for job in product(*values)]
+
+
+def _parsed(word: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise UserError(f"{word}: cannot be read ({str(error).splitlines()[0]})") from error
+
+
+def _groups() -> set[str]:
+    return {folder.name for folder in CONF.iterdir() if folder.is_dir()}
 
 
 def listed(recipes: Mapping[str, str]) -> str:
     """The recipes, a line each."""
     return "\n".join(f"  {name:16} {line}" for name, line in recipes.items())
-
-
-def _check_group(group: str, value: str) -> None:
-    choices = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
-    chosen = [part.strip().strip("'\"") for part in value.split(",")]
-    for name in chosen:
-        if name not in (*choices, "null"):
-            raise UserError(f"{group}={name}: no such choice; there are {', '.join(choices)}")
-
-
-def _compose(overrides: list[str], sweeps: bool) -> None:
-    """Compose each job, that what is wrong with any is said before the first runs."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-        values = []
-        for override, word in zip(parsed, overrides, strict=True):
-            if not override.is_sweep_override():
-                values.append([word])
-            elif sweeps:
-                name = override.get_key_element()
-                values.append([f"{name}={value}" for value in override.sweep_string_iterator()])
-            else:
-                raise UserError(f"{word}: several values; add --multirun for a run of each")
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            for job in product(*values):
-                hydra.compose("config", overrides=list(job))
-    except (HydraException, OmegaConfBaseException) as error:
-        parts = [error, error.__cause__] if error.__cause__ else [error]
-        said = [str(part).strip().splitlines()[0] for part in parts if str(part).strip()]
-        raise UserError(": ".join(dict.fromkeys(said))) from error

@@ -3,7 +3,8 @@
 import dataclasses
 import difflib
 from dataclasses import dataclass, field
-from typing import Any, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from hydra.core.config_store import ConfigStore
@@ -14,7 +15,7 @@ from compress import judged
 from compress.budget.choices import budget_problem
 from compress.engines import ENGINES
 from compress.errors import ConfigError, UserError
-from compress.source import Model
+from compress.model_path import Model
 from compress.stage import Stage
 from compress.stages.allocate import Allocate
 from compress.stages.calibrate import Calibrate
@@ -42,6 +43,16 @@ STAGES = (
     "score",
     "report",
 )
+
+TYPES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    NoneType: "null",
+}
+"""Words for the types that fields have."""
 
 
 @dataclass(kw_only=True)
@@ -178,12 +189,29 @@ def typed(config: DictConfig) -> Config:
     return Config(**sections)
 
 
-def check_field(path: str) -> None:
-    """Raise UserError where the schema has no field of this dotted name, with those near it."""
+def type_problem(path: str, value: Any) -> str | None:
+    """What is wrong with the type of a value for the field of this dotted name, or None.
+
+    Raises UserError where there is no such field.
+    """
+    kind = _type_of(path)
+    try:
+        OmegaConf.update(OmegaConf.structured(Config), path, value)
+    except OmegaConfBaseException:
+        kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        wanted = ", or ".join(TYPES.get(get_origin(one) or one, "its fields") for one in kinds)
+        return f"{path} is {'null' if value is None else repr(value)}; wanted {wanted}"
+    return None
+
+
+def _type_of(path: str) -> Any:
+    """The type of the field of this dotted name. Raises UserError where the schema has none, with
+    those near it.
+    """
     kind: Any = Config
     for depth, part in enumerate(path.split(".")):
         if get_origin(kind) is dict:
-            return
+            return get_args(kind)[1]
         names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
         if part not in names:
             where = ".".join(path.split(".")[:depth])
@@ -192,3 +220,4 @@ def check_field(path: str) -> None:
                 f"{path}: no such field; {where or 'the configuration'} has {', '.join(near)}"
             )
         kind = get_type_hints(kind)[part]
+    return kind

@@ -14,6 +14,7 @@ from compress.config import Config
 from compress.errors import GateError, UserError
 from compress.eval import gate
 from compress.machine import PeakDisk, PeakMemory, hardware, packages, release_memory
+from compress.model_path import locate
 from compress.stage import Run
 from compress.stages.report import CARD
 from compress.steps import MANIFESTS, Step, plan_steps, unmade
@@ -54,7 +55,7 @@ def _original(config: Config, steps: list[Step]) -> Path | None:
     """The folder of the model that was given; None where it is still to be made."""
     first = steps[0]
     if not isinstance(first.stage, source.Source):
-        return source.locate(config.model)
+        return locate(config.model)
     return first.artifact.folder if first.made() else None
 
 
@@ -67,7 +68,7 @@ def _run_steps(config: Config, steps: list[Step], ahead: Collection[str]) -> Non
     artifacts: dict[str, Path] = {}
     manifests: dict[str, dict[str, Any]] = {}
     if not isinstance(steps[0].stage, source.Source):
-        artifacts["dense"] = source.locate(config.model)
+        artifacts["dense"] = locate(config.model)
     if config.checkpoint is not None:
         artifacts["checkpoint"] = Path(config.checkpoint).expanduser()
     for step in steps:

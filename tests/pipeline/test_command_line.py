@@ -2,6 +2,7 @@
 
 import json
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_paths_are_taken_as_typed(name: str) -> None:
     words = ["recipe=tiny", *(f"{f}={name}" for f in ("out", "model.path", "data.path"))]
     words += [f"score.text={name}", f"report.currency={name}", "data.heldout=null"]
     words = arguments.prepared(words)
-    arguments.check(words, recipes())
+    arguments.check(words)
     config = composed(*words)
     assert (config.out, config.model.path, config.data.path) == (name, name, name)
     assert (config.score.text, config.report.currency, config.data.heldout) == (name, name, None)
@@ -131,6 +132,16 @@ def test_a_mistake_is_one_line_and_status_2(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("words", [["recipe=nope"], ["recipe=tiny", "model.path=/no/such"]])
+def test_what_the_schema_does_not_say_is_told_before_it_is_imported(words: list[str]) -> None:
+    code = "import sys; from compress.__main__ import main\n"
+    code += "try: main()\nfinally: print({'torch', 'transformers'} & sys.modules.keys())"
+    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "no such" in ended.stderr
+    assert ended.stdout == "set()\n"
+
+
 def test_recipes_are_listed_when_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,8 +218,8 @@ def test_a_broken_gate_writes_everything_and_ends_with_status_3(
 ) -> None:
     words = ["recipe=tiny", f"model.path={tiny_model}", f"out={tmp_path}", *SMALL]
     words += ["stages=[plan,calibrate,quantize,export,score,report]"]
-    words += ["score.gate.kl=0", "+score.gate.tasks.knowledge=99"]
-    monkeypatch.setattr(sys, "argv", ["compress", *words])
+    words += ["+score.gate.tasks.knowledge=99"]
+    monkeypatch.setattr(sys, "argv", ["compress", *words, "score.gate.kl=0"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 3

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from compress.algorithms.rtn import rtn
 from compress.eval.diagnosis import Fingerprint, faults
 from compress.eval.layers import Blocks
+from compress.model_path import Model
 from compress.qtensor import QuantSpec, dequantize
-from compress.source import Model
 from compress.stage import Run
 from compress.stages.score import Score
 from compress.stages.serve import Serve

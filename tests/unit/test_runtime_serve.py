@@ -10,13 +10,13 @@ from transformers import AutoTokenizer
 
 from compress.errors import ConfigError, UserError
 from compress.kernels import w8a8
+from compress.model_path import Model
 from compress.qtensor import QuantSpec
 from compress.runtime.cache import KEY_BLOCK, KV_CACHES
 from compress.runtime.decode import Decoder
 from compress.runtime.generate import chat_prompt, encode, generate
 from compress.runtime.latency import Timing, summarize, time_models
 from compress.runtime.loader import load
-from compress.source import Model
 from compress.stage import Run
 from compress.stages.serve import Serve
 from tests.unit.test_runtime import quantized

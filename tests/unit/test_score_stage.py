@@ -13,7 +13,7 @@ from compress.errors import ConfigError, UserError
 from compress.eval import judge, sheet
 from compress.eval.answers import Answer
 from compress.eval.own import named
-from compress.source import Model
+from compress.model_path import Model
 from compress.stage import Run
 from compress.stages.score import Score
 from compress.stages.serve import Serve

