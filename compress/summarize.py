@@ -16,6 +16,9 @@ from compress.runtime.generate import chat_prompt, generate
 from compress.runtime.loader import load_with_tokenizer
 from compress.runtime.summary import summarize
 
+SENTENCE = 16
+"""Tokens of a short sentence: summaries of fewer say nothing that an answer could be made from."""
+
 
 @dataclass(kw_only=True)
 class Options:
@@ -41,10 +44,11 @@ class Options:
 
     def __post_init__(self) -> None:
         problems = devices.problems(self.device)
-        for name in ("window", "summary_tokens", "answer_tokens", "batch_size"):
+        least = {"window": 1, "summary_tokens": SENTENCE, "answer_tokens": 1, "batch_size": 1}
+        for name, number in least.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                problems.append(f"{name} is {value}; wanted at least 1")
+            if value is not None and value < number:
+                problems.append(f"{name} is {value}; wanted at least {number}")
         if problems:
             raise ConfigError(problems)
         self.device = devices.picked(self.device)
@@ -90,8 +94,9 @@ def main(words: list[str]) -> None:
         for number, summaries in enumerate(found.rounds, 1):
             sys.stdout.writelines(f"[{number}] {summary}\n\n" for summary in summaries)
     sys.stdout.write(f"{found.answer}\n")
-    parts = ", then ".join(str(len(summaries)) for summaries in found.rounds)
-    sys.stderr.write(f"compress: {parts} parts, {time.monotonic() - begun:.0f} s\n")
+    parts = ", then ".join(f"{len(summaries)} parts" for summaries in found.rounds)
+    read = parts or "it fits the window, so it was read as it is"
+    sys.stderr.write(f"compress: {read}; {time.monotonic() - begun:.0f} s\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ Keep names, numbers and dates, and all that bears on this: {question}"""
 WHOLE = """\
 {text}
 
+{question}"""
+SUMMARIES = """\
+{text}
+
 These are summaries of the parts of a text, in their order. {question}"""
 
 Ask = Callable[[list[str], int], list[str]]
@@ -30,7 +34,9 @@ Ask = Callable[[list[str], int], list[str]]
 
 @dataclass(frozen=True)
 class Summary:
-    """The answer, and what it was made from: the summaries of each round, in order."""
+    """The answer, and what it was made from: the summaries of each round, in order; none where
+    the text fits as it is.
+    """
 
     answer: str
     rounds: list[list[str]]
@@ -67,9 +73,10 @@ def summarize(
 ) -> Summary:
     """The answer to `question` on a text of any length, by a model of `window` tokens.
 
-    In two stages; where the summaries of a very long text do not fit together, these are
-    summarized again. Raises UserError for a window that leaves no room beside the question, or so
-    little that summaries are no shorter than what they are of.
+    A text that fits is read as it is. Others are read in two stages; where the summaries of a very
+    long one do not fit together, these are summarized again. Raises UserError for a window that
+    leaves no room beside the question, or so little that summaries are no shorter than what they
+    are of.
     """
     beside = len(tokenizer(PART + question, verbose=False).input_ids) + TEMPLATE_TOKENS
     part, last = (window - beside - made for made in (summary_tokens, answer_tokens))
@@ -81,7 +88,7 @@ def summarize(
         )
     rounds: list[list[str]] = []
     size = len(tokenizer(text, verbose=False).input_ids)
-    while size > last or not rounds:
+    while size > last:
         parts = in_parts(text, tokenizer, part)
         prompts = [
             PART.format(text=one.strip(), number=number, count=len(parts), question=question)
@@ -95,5 +102,6 @@ def summarize(
                 f"window={window}: the summaries of {before} tokens have {size}, so no round of "
                 "them would fit; wanted a longer window, or fewer summary_tokens"
             )
-    (answer,) = ask([WHOLE.format(text=text, question=question)], answer_tokens)
+    final = (SUMMARIES if rounds else WHOLE).format(text=text, question=question)
+    (answer,) = ask([final], answer_tokens)
     return Summary(answer.strip(), rounds)

@@ -45,8 +45,8 @@ def available() -> bool:
     program = compiler()
     if program is None:
         logger.info(
-            "  no C++ compiler: a token on CPU takes torch's products, which are slower; install "
-            f"g++, or name one in {COMPILER}"
+            f"  no C++ compiler, {_asked()!r}: a token on CPU takes torch's products, which are "
+            f"slower; install g++, or name one in {COMPILER}"
         )
         return False
     try:
@@ -65,9 +65,16 @@ def available() -> bool:
 
 def compiler() -> list[str] | None:
     """The words that call the C++ compiler: $CXX, such as `ccache g++`, or g++; None: not found."""
-    words = shlex.split(os.environ.get(COMPILER) or "g++")
+    try:
+        words = shlex.split(_asked())
+    except ValueError:  # a quote that does not end: no program is called so
+        return None
     program = shutil.which(words[0]) if words else None
     return None if program is None else [program, *words[1:]]
+
+
+def _asked() -> str:
+    return os.environ.get(COMPILER) or "g++"
 
 
 def flags() -> tuple[str, ...]:

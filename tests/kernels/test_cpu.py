@@ -238,7 +238,8 @@ def test_what_keeps_the_kernels_from_being_built_is_told_in_a_line(
     binary.parent.mkdir(parents=True)
     binary.write_text("no binary")
     for compiler, cache, said in (
-        ("nothing++", empty, "no C++ compiler"),
+        ("nothing++", empty, "no C++ compiler, 'nothing++'"),
+        ("g++ '-O2", empty, 'no C++ compiler, "g++ \'-O2"'),
         ("false", empty, "does not build the CPU's kernels, torch's serve: exit status 1"),
         ("false", file, f"Not a directory: '{file / 'native'}'"),
         ("false", spoilt, f"Could not load this library: {binary}"),

@@ -1,5 +1,6 @@
 """Texts longer than the window, read in parts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,15 @@ def test_two_stages_then_the_answer(tokenizer: PreTrainedTokenizerBase) -> None:
         assert length(tokenizer, prompt) + 60 <= 700
 
 
+def test_a_text_that_fits_is_read_as_it_is(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = Model()
+    limits = {"window": 700, "summary_tokens": 40, "answer_tokens": 60}
+    found = summarize(SENTENCES[0], "Which cat?", model, tokenizer, **limits)
+    assert found.rounds == []
+    assert model.prompts == [f"{SENTENCES[0]}\n\nWhich cat?"]
+    assert model.asked == [(1, 60)]
+
+
 def test_summaries_that_do_not_fit_are_summarized_again(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -100,8 +110,10 @@ def test_the_command_answers_and_counts_its_parts(
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     words = [f"checkpoint={tiny_model}", f"file={file}", "device=cpu"]
-    main([*words, "summary_tokens=4", "answer_tokens=4", "batch_size=4"])
-    assert "parts, " in capsys.readouterr().err
+    main([*words, "question=Why?", "summary_tokens=16", "answer_tokens=4", "batch_size=4"])
+    assert re.fullmatch(r"compress: \d+ parts(, then \d+ parts)*; \d+ s\n", capsys.readouterr().err)
+    with pytest.raises(UserError, match="summary_tokens is 4; wanted at least 16"):
+        main([*words, "summary_tokens=4"])
     with pytest.raises(UserError, match="cannot be read as text"):
         main([words[0], f"file={tmp_path}"])
     with pytest.raises(UserError, match=r"window=100000: .* holds \d+ tokens; wanted at most"):
