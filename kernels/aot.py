@@ -1,7 +1,7 @@
 """Compile the Triton kernels ahead of time, for GPUs that are not there, and look at the result.
 
 `python -m compress.kernels.aot` prints the table of docs/kernels.md: what every launch that is
-shipped takes on sm_80, sm_89 and sm_90; `--all` adds what tuning tries.
+shipped takes on sm_80, sm_89, sm_90 and sm_100; `--all` adds what tuning tries.
 """
 
 import argparse
@@ -26,10 +26,7 @@ from compress.kernels.wna16 import triton as wna16
 from compress.kernels.wna16.planar import block_words
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-CAPABILITIES = (80, 89, 90)
-# What a block may use of shared memory, in bytes (CUDA C++ Programming Guide, table of technical
-# specifications by compute capability).
-SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+CAPABILITIES = (80, 89, 90, 100)
 TOKENS = {"decode": 16, "middle": 64, "prefill": 2048}
 FORMATS = ((4, 128), (4, 64), (4, 32), (4, 0), (8, 128), (8, 0))
 """Bits and group size of weight-only launches; 0: a scale a row."""
@@ -203,7 +200,7 @@ def cell(r: Resources) -> str:
     `96, 48, HMMA 32, 32/32, 419`; what no launch should have is said too.
     """
     parts = [str(r.registers), f"{r.shared / 1024:.0f}"]
-    for name in ("IMMA", "IGMMA", "HMMA", "HGMMA"):
+    for name in ("IMMA", "IGMMA", "HMMA", "HGMMA", "UTCHMMA"):
         if number := count(r.instructions, name):
             parts.append(f"{name} {number}")
     if copies := count(r.instructions, "LDGSTS"):
