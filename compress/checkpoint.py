@@ -21,6 +21,7 @@ from torch import Tensor
 
 from compress.artifact import write_json
 from compress.errors import UserError
+from compress.log import logger
 from compress.qtensor import QTensor, QuantSpec, pack_int32, unpack_int32
 from compress.tensors import INDEX, SINGLE, TensorFiles, ToWrite, tensor_names, write_stream
 
@@ -205,8 +206,16 @@ def _shards(tensors: Mapping[str, ToWrite], shard_bytes: int) -> list[list[str]]
 def rewrite(
     source: Path, folder: Path, changed: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> None:
-    """Write the model of `source` again with some tensors `changed` and another `config`."""
+    """Write the model of `source` again with some tensors `changed` and another `config`.
+
+    What is changed and in none of its files is left out, with a warning.
+    """
     stored = _stored(source)
+    if unknown := sorted(changed.keys() - stored.keys()):
+        logger.warning(
+            f"  {source}: no tensor {unknown[0]}; of what was changed {len(unknown)} of "
+            f"{len(changed)} tensors are in none of its files and are left out"
+        )
     new = {name: ToWrite.of(changed[name]) for name in stored if name in changed}
     write(folder, stored | new, config, source)
 

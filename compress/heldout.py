@@ -16,6 +16,7 @@ from torch.nn.functional import nll_loss, pad
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from compress.model import BlockModel
+from compress.source import shortest_window
 from compress.stage import Run
 from compress.tensors import write_stream
 from compress.text import documents
@@ -70,7 +71,10 @@ def windows(run: Run, config: PretrainedConfig) -> Windows:
         ),
         count=own.heldout_windows,
         length=min(
-            own.heldout_length, settings.length, config.get_text_config().max_position_embeddings
+            own.heldout_length,
+            settings.length,
+            config.get_text_config().max_position_embeddings,
+            shortest_window([run.original], run.config.model.trust_remote_code),
         ),
         seed=settings.seed,
         description=description,

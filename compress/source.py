@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,12 @@ def configuration(model: Model, folder: Path | None) -> PretrainedConfig:
     file = locate(model)
     with _reading_gguf(file):
         return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+
+
+def shortest_window(folders: Iterable[Path], trust_remote_code: bool) -> int:
+    """The tokens that all of the models in these folders hold."""
+    configs = (AutoConfig.from_pretrained(f, trust_remote_code=trust_remote_code) for f in folders)
+    return min(config.get_text_config().max_position_embeddings for config in configs)
 
 
 def reason_of(error: Exception) -> str:

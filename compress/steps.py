@@ -203,7 +203,7 @@ def _refuse_changes(steps: list[Step], config: Config) -> None:
 
 def _settings(stage: Stage, key: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a key that the user sets. Changed inputs are told at the stage that makes them;
-    figures that nothing is made from follow what they describe without being asked.
+    figures that nothing is made from follow what they describe, and how they are drawn, unasked.
     """
-    dropped = {"inputs"} | (set(stage.shares) if stage.gives is None else set())
+    dropped = {"inputs"} | ({"version", *stage.shares} if stage.gives is None else set())
     return {name: value for name, value in key.items() if name not in dropped}

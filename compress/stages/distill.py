@@ -16,8 +16,7 @@ from compress.log import logger
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
-from compress.text import documents
-from compress.text.windows import Windows, draw
+from compress.text.windows import Windows
 from compress.training import labels
 from compress.training.endpoint import Endpoint, connect
 from compress.training.labels import Labels
@@ -176,22 +175,11 @@ class Distill:
             "notes": [] if kept else ["no step improved the held-out KL; the input is handed on"],
         }
 
-    def _windows(self, run: Run, longest: int) -> Windows:
-        """Text from the data of the run, and what the model wrote for calibrate; windows have at
-        most `longest` tokens.
-        """
-        settings = run.config.data
-        rest, _, _ = documents.split(settings)
-        text = draw(
-            rest,
-            AutoTokenizer.from_pretrained(
-                run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
-            ),
-            count=self.samples,
-            length=min(self.length, longest),
-            seed=run.config.seed + 1,
-            description=settings.source,
-        )
+    def _windows(self, run: Run) -> Windows:
+        """Text from the data of the run, and what the model wrote for calibrate."""
+        models = (run.original, run.artifacts["dense"])
+        seed = run.config.seed + 1
+        text = labels.drawn(run, models, count=self.samples, length=self.length, seed=seed)
         written = load_file(run.artifacts["statistics"] / WINDOWS).get("written")
         return text if written is None else _joined(text, written)
 
@@ -202,7 +190,7 @@ class Distill:
         return labels.make(
             Artifact("labels", run.stages / "labels", run.stages),
             self._teacher(run, own.vocab_size),
-            self._windows(run, own.max_position_embeddings),
+            self._windows(run),
         )
 
     def _teacher(self, run: Run, vocabulary: int) -> Teacher | Endpoint:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compress.errors import ConfigError, UserError
 from compress.eval.fidelity import LEAST_WINDOW, windows
@@ -14,6 +14,7 @@ from compress.eval.gate import Gate
 from compress.eval.own import named
 from compress.eval.tasks import TASKS, shortened
 from compress.log import logger
+from compress.source import shortest_window
 from compress.stage import Run
 from compress.text.documents import heldout_text
 
@@ -80,9 +81,8 @@ class Score:
         dense, seed = run.original, run.config.seed
         trust = run.config.model.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=trust)
-        # The original's context, so that both answer the same questions.
-        config = AutoConfig.from_pretrained(dense, trust_remote_code=trust)
-        context = config.max_position_embeddings
+        # The shorter one, so that both answer the same questions.
+        context = shortest_window((dense, run.artifacts["checkpoint"]), trust)
         text, source = self._text(run)
         judge = Judge(
             tokenizer=tokenizer,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from compress.errors import ConfigError, UserError
 from compress.kernels.backend import BACKENDS, pick_backend
@@ -21,6 +21,7 @@ from compress.runtime.generate import answer, chat_prompt
 from compress.runtime.latency import summarize, time_models
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import load
+from compress.source import shortest_window
 from compress.stage import Run
 
 CHECK_TOKENS = (1, 3, 100)
@@ -158,10 +159,7 @@ class Serve:
 
     def _prompt_tokens(self, folders: dict[str, Path], trust: bool) -> int:
         """`prompt_tokens`, or what the shorter context has room for."""
-        context = min(
-            AutoConfig.from_pretrained(f, trust_remote_code=trust).max_position_embeddings
-            for f in folders.values()
-        )
+        context = shortest_window(folders.values(), trust)
         if self.new_tokens >= context:
             raise UserError(
                 f"serve.new_tokens is {self.new_tokens}; the model's context holds {context} tokens"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
 from compress import checkpoint, heldout, processes
 from compress.algorithms.prune import Removal
@@ -22,8 +22,8 @@ from compress.sizes import tensor_bytes, tensor_elements
 from compress.source import describe, read_config
 from compress.stage import Run
 from compress.stages.distill import PRECISIONS
-from compress.text import documents
-from compress.text.windows import Windows, draw
+from compress.tensors import TensorFiles
+from compress.text.windows import Windows
 from compress.training import cutting, labels
 from compress.training.cutting import Cut, Size, size_of
 from compress.training.importance import choose
@@ -192,7 +192,8 @@ class Shrink:
 
     def _keep_heldout(self, run: Run, folder: Path) -> dict[str, Any]:
         """Keep in `folder` what the original says of the held-out text."""
-        config = read_config(run.original, run.config.model.trust_remote_code)
+        student = self.student_folder() or run.original
+        config = read_config(student, run.config.model.trust_remote_code)
         return {"ppl": heldout.record(run, heldout.windows(run, config), folder)}
 
     def _give(self, run: Run, folder: Path) -> dict[str, Any]:
@@ -208,7 +209,7 @@ class Shrink:
                 dtype=getattr(torch, self.precision),
                 trust_remote_code=options.trust_remote_code,
             )
-            text = self._windows(run, model.config, self.windows, run.config.seed)
+            text = self._windows(run, self.windows, run.config.seed)
             file = run.stages / "shrink_trials.json"
             cut, removed = choose(model, text, file, self.size(model.config))
             dtype = storage_dtype(model.config, options.dtype)
@@ -259,9 +260,13 @@ class Shrink:
             lambda: heldout.distance_of(model, held).kl,
             run,
         )
+        best = {stored_name(model.config, name): value for name, value in history.best.items()}
         # A tied head learns as the embedding; some files hold both.
-        best = history.best | {n: history.best[of] for n, of in model.all_tied_weights_keys.items()}
-        return history, {stored_name(model.config, name): best[name] for name in best}
+        files = TensorFiles(given)
+        for head, embedding in model.all_tied_weights_keys.items():
+            if (name := stored_name(model.config, head)) in files:
+                best[name] = history.best[embedding]
+        return history, best
 
     def _labels(self, run: Run) -> Labels:
         """The original's labels, which stay beside the stages: other settings read them again."""
@@ -277,22 +282,12 @@ class Shrink:
                 run.config.device,
                 trust,
             ),
-            self._windows(run, config, self.samples, run.config.seed + 1),
+            self._windows(run, self.samples, run.config.seed + 1),
         )
 
-    def _windows(self, run: Run, config: PretrainedConfig, count: int, seed: int) -> Windows:
-        """Text from the data of the run, without what is held out."""
-        rest, _, _ = documents.split(run.config.data)
-        return draw(
-            rest,
-            AutoTokenizer.from_pretrained(
-                run.artifacts["dense"], trust_remote_code=run.config.model.trust_remote_code
-            ),
-            count=count,
-            length=min(self.length, config.get_text_config().max_position_embeddings),
-            seed=seed,
-            description=run.config.data.source,
-        )
+    def _windows(self, run: Run, count: int, seed: int) -> Windows:
+        models = [run.original, *filter(None, [self.student_folder()])]
+        return labels.drawn(run, models, count=count, length=self.length, seed=seed)
 
 
 def _emptied(folder: Path) -> Path:

@@ -13,6 +13,7 @@ mapped files as they are asked for.
 import hashlib
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ import torch
 from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from compress import processes
 from compress.algorithms.soft_labels import teacher_log_probabilities
 from compress.artifact import Artifact, write_json
 from compress.log import logger, progress
-from compress.text.windows import Windows
+from compress.source import shortest_window
+from compress.stage import Run
+from compress.text import documents
+from compress.text.windows import Windows, draw
 from compress.training.endpoint import Endpoint
 from compress.training.teacher import Label, Teacher
 
@@ -79,6 +84,25 @@ class Labels:
         shape = (len(rows), -1, self.k)
         teacher = teacher_log_probabilities(found["probabilities"].view(shape), found["rest"])
         return Batch(ids, mask, follows, found["ids"].view(shape), teacher)
+
+
+def drawn(run: Run, models: Iterable[Path], *, count: int, length: int, seed: int) -> Windows:
+    """`count` windows of the run's text to learn from, without what is held out, of `length` tokens
+    or as many as all of `models` hold.
+    """
+    trust = run.config.model.trust_remote_code
+    longest = shortest_window(models, trust)
+    if longest < length:
+        logger.info(f"  windows of {longest} tokens instead of {length}, the limit of the models")
+    rest, _, _ = documents.split(run.config.data)
+    return draw(
+        rest,
+        AutoTokenizer.from_pretrained(run.original, trust_remote_code=trust),
+        count=count,
+        length=min(length, longest),
+        seed=seed,
+        description=run.config.data.source,
+    )
 
 
 def make(place: Artifact, teacher: Teacher | Endpoint, windows: Windows) -> Labels:

@@ -86,6 +86,20 @@ def test_what_is_broken_in_it_is_found_and_its_gate_ends_the_run(
     assert json.loads((tmp_path / "run/report.json").read_text())["faults"] == []
 
 
+def test_a_report_of_an_earlier_version_is_drawn_anew_unasked(
+    judge: Callable[..., Config], peer: Path
+) -> None:
+    config = judge(peer, "stages=[score,report]", "score.gate.kl=0.2")
+    made = pipeline.run(config) / "stages" / "report"
+    (made / "card.md").write_text("16 bit, made by the recipe judge")
+    manifest = made.with_name("report.json")
+    earlier = json.loads(manifest.read_text())
+    earlier["key"]["version"] = earlier["version"] = 3
+    manifest.write_text(json.dumps(earlier))
+    pipeline.run(config)
+    assert not (made / "card.md").exists()
+
+
 def test_each_checkpoint_has_a_folder_of_its_own(peer: Path, tiny_model: Path) -> None:
     words = ["recipe=judge", f"model.path={tiny_model}"]
     assert composed(*words, f"checkpoint={peer}").out == "runs/judge/peer"

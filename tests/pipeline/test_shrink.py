@@ -163,6 +163,7 @@ def test_a_given_student_takes_the_original_s_place(
     pipeline.run(config)
     stages = Path(config.out or "") / "stages"
     told = manifest(stages.parent, "shrink")
+    assert "in none of its files" not in (stages.parent / "log.txt").read_text()
     assert told["student"] == "smaller"
     assert told["left_out"] == []
     assert told["kept"]
@@ -173,6 +174,20 @@ def test_a_given_student_takes_the_original_s_place(
     student = AutoModelForCausalLM.from_pretrained(stages / "shrink")
     assert student.lm_head.weight is student.model.embed_tokens.weight
     assert not torch.equal(student.lm_head.weight.bfloat16(), head)
+
+
+def test_a_student_with_a_shorter_window_learns_and_is_measured_within_it(
+    short: Small, tiny_model: Path, tmp_path: Path
+) -> None:
+    given = Path(shutil.copytree(tiny_model, tmp_path / "smaller"))
+    described = describe(given) | {"max_position_embeddings": 48}
+    (given / "config.json").write_text(json.dumps(described))
+    words = (f"shrink.student={given}", "shrink.samples=2", "shrink.length=64")
+    out = pipeline.run(short("stages=[shrink,calibrate]", *words))
+    assert "windows of 48 tokens instead of 64, the limit of" in (out / "log.txt").read_text()
+    assert manifest(out, "shrink")["labels"]["tokens"] == 2 * 48
+    kept = load_file(out / "stages" / "calibrate" / "heldout.safetensors")
+    assert kept["ids"].shape == (2, 48)
 
 
 def test_it_is_off_unless_asked_for_and_its_place_is_not_skipped(short: Small) -> None:

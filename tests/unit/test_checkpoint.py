@@ -241,6 +241,21 @@ def test_only_files_that_are_too_large_are_written_again(tmp_path: Path) -> None
     assert json.loads((cut / "config.json").read_text()) == {"a": 1}
 
 
+def test_what_no_file_holds_is_left_out_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    source.mkdir()
+    folder.mkdir()
+    save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, source / "model.safetensors")
+    checkpoint.rewrite(source, folder, {"a": torch.ones(2), "c": torch.ones(2)}, {})
+    assert {n: t.sum() for n, t in TensorFiles(folder).items()} == {"a": 2, "b": 0}
+    said = f"  {source}: no tensor c; of what was changed 1 of 2 tensors are in none of its files"
+    assert [message.startswith(said) for message in caplog.messages] == [True]
+    checkpoint.rewrite(source, folder, {"b": torch.ones(3)}, {})
+    assert len(caplog.messages) == 1
+
+
 def test_companions_come_along_and_other_weights_do_not(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
