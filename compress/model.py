@@ -133,7 +133,7 @@ class BlockModel:
                 assign(block, name, _get(block, name).to("meta"))
             for module in block.modules():
                 if isinstance(module, QuantLinear):
-                    module.to("meta")  # its kernel holds the weight too
+                    module.forget()  # its kernel holds the weight too
 
     def outside_names(self) -> Iterator[str]:
         """Names of the tensors outside the blocks, as stored; a tied head is left out, and so is

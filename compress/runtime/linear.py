@@ -58,6 +58,16 @@ class QuantLinear(nn.Module):
         self._backend = backend
         self._kernel = self._bind(dtype)
 
+    def forget(self) -> None:
+        """Let go of the tensors, and of the kernel and the order that it put them in: others, as a
+        checkpoint holds them, will take their places.
+        """
+        self.to("meta")
+        if self._planar:
+            empty = _empty(self.in_features, self.out_features, self.spec, torch.float32, "meta")
+            self.register_buffer("weight_packed", empty["weight_packed"])
+            self._planar = False
+
     def qtensor(self) -> QTensor:
         """The weight as integers [N, K] and scales [N, G]."""
         tensors = {f".{n}": t for n, t in self.named_buffers()}
