@@ -1,5 +1,6 @@
 """`kill -9` anywhere, then the same command: the same bytes as a run left alone."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -44,6 +45,19 @@ def killed_in_bar(bar: str, after: int, config: Config) -> None:
 
     for module in WITH_BARS:
         module.progress = dying  # type: ignore[attr-defined]
+    pipeline.run(config)
+
+
+def killed_before_a_commit(config: Config) -> None:
+    """Run, and die when a second block is done and kept, but not yet counted as done."""
+    commit, calls = HiddenStates.commit, itertools.count()
+
+    def dying(self: HiddenStates, *names: str) -> None:
+        if next(calls) == 1:
+            die()
+        commit(self, *names)
+
+    HiddenStates.commit = dying  # type: ignore[method-assign]
     pipeline.run(config)
 
 
@@ -103,19 +117,31 @@ def test_progress_is_used_not_redone(small: Small) -> None:
     assert states.done("calibration") == states.done("heldout") == 2
 
 
-@pytest.mark.parametrize("rounding", ["gptq", "learned"])
-def test_killed_between_the_blocks_of_a_rounding_that_sees_data(
-    small: Small, tmp_path: Path, rounding: str
+@pytest.mark.parametrize(
+    ("rounding", "killed", "times"),
+    [
+        ("nearest", lambda config: killed_in_bar("quantize", 1, config), 3),
+        # At each block of calibrate but the first, then at each of quantize.
+        ("gptq", killed_before_a_commit, 3 + 4),
+        ("learned", killed_before_a_commit, 3 + 4),
+    ],
+)
+def test_killed_at_every_block_one_after_the_other(
+    small: Small, tmp_path: Path, rounding: str, killed: Callable[[Config], None], times: int
 ) -> None:
     settings = ("stages=[plan,calibrate,quantize]", f"quantize.rounding={rounding}")
     settings = (*settings, "quantize.steps=3", "quantize.batch=4", "calibrate.written=2")
-    assert forked(lambda: killed_in_bar("quantize", 2, small(*settings))) == -9
+    text = tmp_path / "text.txt"  # sooner read than Python's documentation
+    text.write_text("".join(f"The number {number} follows. " for number in range(2000)))
+    settings = (*settings, f"data.path={text}")
     out, other = Path(small().out or ""), tmp_path / "other"
-    assert HiddenStates(out / "stages" / "quantize.partial" / "work").done("quantized") == 2
-    assert forked(lambda: pipeline.run(small(*settings))) == 0
+    for _ in range(times):
+        assert forked(lambda: killed(small(*settings))) == -9
+    assert forked(lambda: killed(small(*settings))) == 0  # one block is left, and is done
     assert "quantize: goes on" in (out / "log.txt").read_text()
     assert forked(lambda: pipeline.run(small(*settings, f"out={other}"))) == 0
-    assert files(out / "stages" / "quantize") == files(other / "stages" / "quantize")
+    for stage in ("calibrate", "quantize"):
+        assert files(out / "stages" / stage) == files(other / "stages" / stage)
     for folder, went_on in ((out, True), (other, False)):
         told = json.loads((folder / "stages" / "quantize.json").read_text())["metrics"]
         assert told["went_on"] is went_on
