@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compress import pipeline
+from compress.blocks.structure import LAYOUTS
 from compress.config import Config
 from compress.runtime.loader import load
 
@@ -196,6 +197,15 @@ def test_a_family_is_compressed_reloads_and_agrees(
     if scheme == "w4a16":  # transformers rounds activations on another grid
         theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         assert distance(theirs(IDS).logits, served) < AGREES[scheme]
+
+
+def test_the_page_names_the_families_that_are_known_and_tried() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    table = page.split("| Remarks |")[1].split("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:]]
+    named = [kind.strip() for row in rows for kind in row.split(",")]
+    assert sorted(named) == sorted(LAYOUTS)
+    assert {kind for kind, _ in FAMILIES.values()} == set(LAYOUTS)
 
 
 def kind(name: str) -> str:
