@@ -54,18 +54,18 @@ def test_of_a_conversation_the_longest_message_is_cut(tokenizer: PreTrainedToken
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     system, question = "Tell of Lily.", "What did Tom do?"
+    long, whole = chat(system, STORY, question), chat(system, question)
     for rule in ("start", "middle", "end"):
-        ids = cut_chat(chat(system, STORY, question), encode, tokenizer, 80, rule)
+        ids = cut_chat(long, encode(long), encode, tokenizer, 80, rule)
         text = tokenizer.decode(ids)
         assert 70 < len(ids) <= 80
         assert text.startswith(f"<{system}>")
         assert text.endswith(f"<{question}>")
         assert ("<One day, Tom" in text) == (rule != "start")
         assert ("red ball. >" in text) == (rule != "end")
-    whole = chat(system, question)
-    assert cut_chat(whole, encode, tokenizer, 80, "start") == encode(whole)
+    assert cut_chat(whole, encode(whole), encode, tokenizer, 80, "start") == encode(whole)
     with pytest.raises(Refusal, match="over 10 tokens without its longest message"):
-        cut_chat(chat(system, STORY, question), encode, tokenizer, 10, "start")
+        cut_chat(long, encode(long), encode, tokenizer, 10, "start")
 
 
 @pytest.fixture(scope="module")

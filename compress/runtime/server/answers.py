@@ -138,7 +138,7 @@ def _fitting(served: Served, body: Common, ids: list[int]) -> list[int]:
     if isinstance(body, Chat):
         messages = [message.plain() for message in body.messages]
         of = partial(_conversation, served)
-        return cut_chat(messages, of, served.tokenizer, most, served.overlong)
+        return cut_chat(messages, ids, of, served.tokenizer, most, served.overlong)
     return cut(ids, most, served.overlong)
 
 

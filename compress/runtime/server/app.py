@@ -85,7 +85,11 @@ async def _answer(served: Served, request: Request, form: Form, kind: type[Commo
     sent = await _body(request)
     answers.refuse_if_full(served)
     # Of a long prompt JSON, chat template and tokens take seconds, which no stream is to wait for.
-    body, answer = await asyncio.to_thread(_begun, served, kind, sent)
+    try:
+        body, answer = await asyncio.to_thread(_begun, served, kind, sent)
+    except Refusal:
+        served.metrics.requests.labels("invalid").inc()
+        raise
     pieces = answers.pieces(served, answer)
     headers = {CUT: str(answer.cut)} if answer.cut else {}
     if not body.stream:

@@ -24,6 +24,7 @@ def cut(ids: Sequence[int], most: int, rule: str) -> list[int]:
 
 def cut_chat(
     messages: Sequence[Message],
+    ids: list[int],
     encode: Callable[[Sequence[Message]], list[int]],
     tokenizer: PreTrainedTokenizerBase,
     most: int,
@@ -31,10 +32,9 @@ def cut_chat(
 ) -> list[int]:
     """The tokens of a conversation, at most `most`: its longest message is cut, all else stays.
 
-    encode: messages to tokens, through the chat template. Raises Refusal where all else alone is
-    too long.
+    ids: of the messages as they are. encode: messages to tokens, through the chat template. Raises
+    Refusal where all else alone is too long.
     """
-    ids = encode(messages)
     at = max(range(len(messages)), key=lambda i: len(messages[i]["content"]))
     text = tokenizer(messages[at]["content"], add_special_tokens=False, verbose=False).input_ids
     room = len(text)
