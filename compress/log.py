@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +14,8 @@ from compress import processes
 T = TypeVar("T")
 
 logger = logging.getLogger("compress")
+EVERY = 30.0
+"""Seconds between two lines of progress."""
 
 
 class _Console(logging.Handler):
@@ -54,7 +57,14 @@ def stop() -> None:
 def progress(
     items: Iterable[T], what: str, unit: str, *, total: int | None = None, done: int = 0
 ) -> Iterator[T]:
-    """`items`, with a bar on the console: rate, remaining time; `done` of them were done before."""
+    """`items`, with a bar on the console: rate, remaining time; `done` of them were done before.
+
+    Where the console is no terminal, as in a pipe or a file, a line every EVERY seconds instead.
+    """
+    if not processes.leads():
+        return iter(items)
+    if not sys.stderr.isatty():
+        return _in_lines(items, f"  {what}: {unit}", total, done)
     return iter(
         tqdm(
             items,
@@ -66,6 +76,21 @@ def progress(
             dynamic_ncols=True,
             mininterval=0.5,
             leave=False,
-            disable=not processes.leads(),
         )
     )
+
+
+def _in_lines(items: Iterable[T], what: str, total: int | None, done: int) -> Iterator[T]:
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    begun = said = time.monotonic()
+    for number, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - said < EVERY:
+            continue
+        said, at, of = now, done + number, ""
+        if total is not None:
+            left = (total - at) * (now - begun) / number
+            of = f" of {total}, {tqdm.format_interval(left)} left"
+        logger.info(f"{what} {at}{of}")

@@ -134,7 +134,7 @@ class Source:
             from compress.tiny import make_tiny
 
             folder = out / "tiny"
-            make_tiny(folder)
+            make_tiny(folder, state=run.work / "training.state")
             for file in folder.iterdir():
                 file.rename(out / file.name)
             folder.rmdir()

@@ -1,6 +1,7 @@
 """The small Llama: it learns, it is whole, and it is the same every time."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,30 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     assert contents["a"] == contents["b"]
     assert contents["a"]["model.safetensors"] != contents["c"]["model.safetensors"]
     assert contents["a"]["tokenizer.json"] == contents["c"]["tokenizer.json"]
+
+
+@pytest.mark.usefixtures("little_text")
+def test_interrupted_it_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    def interrupted(steps: range, *_: object, **__: object) -> Iterator[int]:
+        begun.append(steps.start)
+        yield from (step for step in steps if step < 3)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+        yield from (step for step in steps if step >= 3)
+
+    make_tiny(tmp_path / "a", steps=5)
+    monkeypatch.setattr(tiny, "progress", interrupted)
+    monkeypatch.setattr(tiny, "KEEP_EVERY", 2)
+    with pytest.raises(KeyboardInterrupt):
+        make_tiny(tmp_path / "b", steps=5, state=tmp_path / "state")
+    make_tiny(tmp_path / "b", steps=5, state=tmp_path / "state")
+    assert begun == [0, 2]
+    one, other = (tmp_path / name / "model.safetensors" for name in "ab")
+    assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.usefixtures("little_text")
