@@ -108,16 +108,51 @@ def _groups(config: Mapping[str, Any]) -> list[tuple[QuantSpec, list[str]]]:
             f"quantization_config is {config.get('quant_method')!r} with {len(groups)} groups; "
             "wanted compressed-tensors with at least one, as this project writes it"
         )
-    found = []
-    for group in groups.values():
-        weights, activations = group["weights"], group.get("input_activations")
-        spec = QuantSpec(
-            bits=weights["num_bits"],
-            group_size=weights.get("group_size") if weights["strategy"] == "group" else None,
-            activation_bits=activations["num_bits"] if activations else None,
+    return [(_served_spec(name, group), group["targets"]) for name, group in groups.items()]
+
+
+# By name what a group may say of its weights, and of its activations, which may be None; first what
+# it means where it is silent.
+SERVED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "weights": {
+        "type": ("int",),
+        "symmetric": (True,),
+        "num_bits": (8, 4),
+        "strategy": ("channel", "group"),
+        "actorder": (None, "static", "weight"),
+    },
+    "input_activations": {
+        "type": ("int",),
+        "symmetric": (True,),
+        "num_bits": (8,),
+        "strategy": ("token",),
+        "dynamic": (True,),
+    },
+}
+
+
+def _served_spec(name: str, group: Mapping[str, Any]) -> QuantSpec:
+    weights, activations = group["weights"], group.get("input_activations")
+    for part, served in SERVED.items():
+        for field, values in served.items():
+            given = group.get(part) or {}
+            if given and given.get(field, values[0]) not in values:
+                raise UserError(
+                    f"quantization_config has {part}.{field}={given[field]} in {name}; this "
+                    f"runtime serves {' or '.join(map(str, values))}; transformers and vLLM may "
+                    "load it"
+                )
+    spec = QuantSpec(
+        bits=weights["num_bits"],
+        group_size=weights.get("group_size") if weights["strategy"] == "group" else None,
+        activation_bits=activations["num_bits"] if activations else None,
+    )
+    if activations and (spec.bits, spec.group_size) != (8, None):
+        raise UserError(
+            f"quantization_config has {spec.scheme} in {name}; this runtime serves activations of "
+            "8 bit with weights of 8 bit per channel; transformers and vLLM may load it"
         )
-        found.append((spec, group["targets"]))
-    return found
+    return spec
 
 
 def _spec_of(name: str, groups: list[tuple[QuantSpec, list[str]]]) -> QuantSpec | None:

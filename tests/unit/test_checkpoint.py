@@ -118,6 +118,29 @@ def test_other_layouts_are_refused(config: dict[str, Any]) -> None:
         checkpoint.read_quantization_config(config, [NAME])
 
 
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("weights", {"type": "float"}, "weights.type=float in group_0; this runtime serves int;"),
+        ("weights", {"symmetric": False}, "weights.symmetric=False in group_0; .* serves True;"),
+        ("weights", {"num_bits": 3}, "weights.num_bits=3 in group_0; this runtime serves 8 or 4;"),
+        ("weights", {"strategy": "tensor"}, "weights.strategy=tensor in .* channel or group;"),
+        ("weights", {"actorder": "group"}, "weights.actorder=group in .* None or static or weight"),
+        ("weights", {"num_bits": 4}, "W4A8 in group_0; this runtime serves activations of 8"),
+        ("input_activations", {"dynamic": False}, "input_activations.dynamic=False in group_0;"),
+        ("input_activations", {"strategy": "tensor"}, "input_activations.strategy=tensor in"),
+    ],
+)
+def test_what_no_kernel_of_ours_serves_is_refused_by_name(
+    part: str, change: dict[str, Any], message: str
+) -> None:
+    config = checkpoint.quantization_config({NAME: QuantSpec(8, activation_bits=8)}, IGNORE)
+    config["config_groups"]["group_0"][part] |= change
+    with pytest.raises(UserError, match=f"quantization_config has {message}") as told:
+        checkpoint.read_quantization_config(config, [NAME])
+    assert "\n" not in str(told.value)
+
+
 @every_spec
 def test_library_packs_the_same_tensors(spec: QuantSpec) -> None:
     weight, ours = some_weight(spec)
