@@ -106,6 +106,21 @@ def test_smoothing_finds_the_outlier_channel() -> None:
     assert (smooth - wanted).norm() < 0.3 * (plain - wanted).norm()
 
 
+def test_with_weights_alone_the_channels_that_are_active_are_rounded_finer() -> None:
+    spec = QuantSpec(4)
+    inputs = weights(256, 64, seed=4) * torch.logspace(-1.5, 0.5, 64)
+    weight = weights(32, 64) / torch.logspace(-1, 0.5, 64)  # large where hardly active
+    size = inputs.abs().mean(0)
+    scales, strength = search_strength(inputs, size, [weight], spec, torch.float32)
+    assert strength is not None
+    assert 0.3 <= strength <= 1
+    assert torch.corrcoef(torch.stack([scales.log(), size.log()]))[0, 1] > 0.99
+    wanted = inputs @ weight.T
+    plain = inputs @ rtn(weight, spec, torch.float32).dequantize().T
+    scaled = (inputs / scales) @ rtn(weight * scales, spec, torch.float32).dequantize().T
+    assert (scaled - wanted).norm() < 0.6 * (plain - wanted).norm()
+
+
 def test_smoothing_leaves_alone_what_it_cannot_help() -> None:
     inputs, weight = weights(256, 64, seed=5), weights(32, 64)
     scales, strength = search_strength(inputs, inputs.abs().mean(0), [weight], W8, torch.float32)
