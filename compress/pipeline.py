@@ -33,12 +33,12 @@ def run(config: Config) -> Path:
     with _own(out):
         started = time.monotonic()
         steps = plan_steps(config, out)
-        ahead = unmade(config, steps)
+        ahead, original = unmade(config, steps), _original(config, steps)
         if ahead:
-            _refuse(config, ahead, _original(config, steps))
+            _refuse(config, ahead, original)
         log.start(out / "log.txt")
         try:
-            _run_steps(config, steps, ahead)
+            _run_steps(config, steps, ahead, original)
             publish(out)
             seconds = time.monotonic() - started
             if ahead:
@@ -54,7 +54,7 @@ def run(config: Config) -> Path:
 def _original(config: Config, steps: list[Step]) -> Path | None:
     """The folder of the model that was given; None where it is still to be made."""
     first = steps[0]
-    if not isinstance(first.stage, source.Source):
+    if first.name != "source":
         return locate(config.model)
     return first.artifact.folder if first.made() else None
 
@@ -63,12 +63,14 @@ def _refuse(config: Config, ahead: Collection[str], original: Path | None) -> No
     preflight.refuse(config, source.configuration(config.model, original), original, ahead)
 
 
-def _run_steps(config: Config, steps: list[Step], ahead: Collection[str]) -> None:
+def _run_steps(
+    config: Config, steps: list[Step], ahead: Collection[str], original: Path | None
+) -> None:
     """Run the stages `ahead`, on what the others left."""
     artifacts: dict[str, Path] = {}
     manifests: dict[str, dict[str, Any]] = {}
-    if not isinstance(steps[0].stage, source.Source):
-        artifacts["dense"] = locate(config.model)
+    if original is not None:
+        artifacts["dense"] = original
     if config.checkpoint is not None:
         artifacts["checkpoint"] = Path(config.checkpoint).expanduser()
     for step in steps:
