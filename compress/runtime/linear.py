@@ -118,7 +118,7 @@ class QuantLinear(nn.Module):
             destination[name] = self._from_planar(destination[name])
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        # In the checkpoint's order, and bound again: a kernel holds sums of the weight before.
+        # What comes is in the checkpoint's order, and a kernel may hold sums of what was there.
         if self._planar:
             self._words(planar=False)
         self._kernel = None
