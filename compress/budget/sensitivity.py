@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.algorithms.blockwise import clip_of, smooth_block, weight_of
-from compress.algorithms.gptq import Factor, factor, gptq
+from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
 from compress.algorithms.rtn import rtn
 from compress.artifact import write_json
 from compress.blocks.collector import load_block_statistics
@@ -34,6 +34,7 @@ from compress.blocks.structure import feeds
 from compress.budget.gradients import Gradients, Passage, blocks
 from compress.clock import Clock
 from compress.errors import UserError
+from compress.log import logger
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
 from compress.text.windows import Windows
@@ -169,6 +170,10 @@ class Sensitivity:
                 raise UserError(
                     f"{name} of block {index}: {error}; allocate.rounding=nearest does without"
                 ) from error
+            if factors[name].damping > DAMPING:
+                logger.info(
+                    f"  {name} of block {index}: Hessian damped by {factors[name].damping:g}"
+                )
         return factors
 
     def _served(

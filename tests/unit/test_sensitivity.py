@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from compress.algorithms.blockwise import clip_of
-from compress.algorithms.gptq import factor, gptq
+from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
 from compress.algorithms.rtn import rtn
 from compress.blocks.collector import Collector, load_block_statistics, picked_rows
 from compress.budget import gradients, sensitivity
@@ -264,3 +264,20 @@ def test_a_hessian_that_cannot_be_factored_is_said(
     folder = made("llama", tmp_path / "model")
     with pytest.raises(UserError, match=r"o_proj of block 0: not .* allocate\.rounding=nearest"):
         of(folder, tmp_path / "work", rounding="gptq").measure()
+
+
+def test_a_hessian_that_wants_more_damping_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stubborn(hessian: Tensor) -> Factor:
+        return replace(factor(hessian), damping=10 * DAMPING)
+
+    caplog.set_level("INFO", "compress")
+    folder = made("llama", tmp_path / "model")
+    of(folder, tmp_path / "quiet", rounding="gptq").measure()
+    assert not any("damped" in message for message in caplog.messages)
+    monkeypatch.setattr(sensitivity, "factor", stubborn)
+    of(folder, tmp_path / "work", rounding="gptq").measure()
+    said = [message.strip() for message in caplog.messages if "damped" in message]
+    assert "self_attn.o_proj of block 0: Hessian damped by 0.1" in said
+    assert len(said) == len(set(said)) == 4
