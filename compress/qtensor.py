@@ -94,7 +94,7 @@ def pack_int32(ints: Tensor, bits: int) -> Tensor:
     Each value is stored as value + 2^(bits-1); element i of a word sits at bit `bits * i`, lowest
     first. A row that does not fill its last word is padded with stored zeros. `bits` is 4 or 8.
     """
-    unsigned = (ints + (1 << (bits - 1))).view(torch.uint8)  # int8 wraps as wanted
+    unsigned = ints.view(torch.uint8) + (1 << (bits - 1))  # wraps as wanted
     fields = torch.nn.functional.pad(unsigned, (0, -ints.shape[1] % (32 // bits)))
     if bits == 4:
         fields = fields[:, 0::2] | (fields[:, 1::2] << 4)

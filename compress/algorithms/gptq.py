@@ -43,8 +43,8 @@ def factor(hessian: Tensor) -> Factor:
     With the channels in reverse, H = U U^T for an upper U, and the factor of H^-1 = U^-T U^-1 is
     U^-1: one Cholesky and one triangular inverse instead of two and a whole inverse.
 
-    `hessian` is used up: two matrices of its size are in memory, and half of one while the triangle
-    is inverted. At K = 11008 each takes 485 MB.
+    `hessian` is used up: two matrices of its size are in memory, and a quarter of one while the
+    triangle is inverted. At K = 11008 each takes 485 MB.
     """
     hessian = hessian.float()
     diagonal = hessian.diagonal()
@@ -70,7 +70,7 @@ def _invert_lower(lower: Tensor) -> None:
     """Put the inverse of a lower triangular matrix [K, K] in its place.
 
     By halves, which leaves all but the smallest of the work to products of large matrices, and
-    needs half of the matrix beside it.
+    needs a quarter of the matrix beside it, and some slices.
     """
     half = len(lower) // 2
     if half < SOLVED:
@@ -116,7 +116,9 @@ def gptq(
     error is that of the stored scale.
     """
     scales = stored_scales(weight, spec, dtype, clip)
-    parts = zip(weight.split(TOGETHER), scales.split(TOGETHER), strict=True)
+    # A GPU has room for all, and would wait for the start of a kernel at each column of each part.
+    together = TOGETHER if weight.device.type == "cpu" else len(weight)
+    parts = zip(weight.split(together), scales.split(together), strict=True)
     ints = torch.cat([_by_columns(part, scale, found, spec) for part, scale in parts])
     return QTensor(ints, scales, spec)
 
@@ -126,7 +128,8 @@ def _by_columns(weight: Tensor, scales: Tensor, found: Factor, spec: QuantSpec) 
     n, k = weight.shape
     # Transposed, so that a column of the weight is a run of memory: docs/log.md has times.
     rest = weight.float().T[found.order]
-    each, group = scales.float().T.contiguous(), found.order // (k // scales.shape[1])
+    each = scales.float().T.contiguous()
+    group = (found.order // (k // scales.shape[1])).tolist()
     ints = torch.empty(k, n, dtype=torch.int8, device=weight.device)
     for first in range(0, k, BLOCK):
         last = min(first + BLOCK, k)

@@ -47,7 +47,10 @@ def rtn(weight: Tensor, spec: QuantSpec, dtype: torch.dtype, clip: Tensor | floa
 
 def rounded(weight: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """What `rtn` leaves of `weight` [N, K], in float32."""
-    return torch.cat([rtn(part, spec, dtype).dequantize() for part in _parts(weight)])
+    found = torch.empty(weight.shape, device=weight.device)
+    for part, into in zip(_parts(weight), _parts(found), strict=True):
+        into.copy_(rtn(part, spec, dtype).dequantize())
+    return found
 
 
 def _parts(weight: Tensor) -> Sequence[Tensor]:
@@ -84,6 +87,6 @@ def _search(
             loss = (by_group @ rows.mT).square().sum(-1).T
         else:
             loss = ((by_group @ gram) * by_group).sum(-1).T
-        better = loss < least
-        best[better], least[better] = clip, loss[better]
+        best = torch.where(loss < least, clip, best)
+        least = torch.fmin(least, loss)
     return best

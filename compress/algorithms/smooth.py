@@ -13,28 +13,27 @@ from torch import Tensor
 from compress.algorithms.rtn import rounded
 from compress.qtensor import QuantSpec
 
-STRENGTHS = tuple(0.1 * step for step in range(11))  # 0 (leave as it is), 0.1, ... 1.0
+STRENGTHS = tuple(0.1 * step for step in range(11))  # 0 (by the weights alone), 0.1, ... 1.0
 
 LEAST_GAIN = 0.2
 
 CHANNELS = 2048
-"""Output channels of a weight that the search looks at, spread evenly over all of them: in the MLP
-of a 7B, 2048 of 11008 tell the strengths apart, five times sooner."""
+"""Output channels of a weight that the search looks at, at most, spread evenly over all of them:
+1835 of 11008."""
 
 
 def smoothing_scales(
-    activations: Tensor, weights: Sequence[Tensor], strength: float, spec: QuantSpec
+    activations: Tensor, weights: Tensor, strength: float, spec: QuantSpec
 ) -> Tensor:
     """Scales s [K] by which inputs are divided and weights multiplied, with geometric mean 1.
 
     activations: a size [K] of each input channel: relative to its token where activations are
     quantized (SmoothQuant takes the absolute maximum, which a few tokens of a thousandfold size
-    decide alone), its mean absolute otherwise. weights: [N, K] each.
+    decide alone), its mean absolute otherwise. weights: the largest [K] of each input channel.
     """
     size = activations.float().clamp_min(1e-5)
     if spec.activation_bits is not None:
-        largest = torch.stack([w.float().abs().amax(0) for w in weights]).amax(0).clamp_min(1e-5)
-        scales = size.pow(strength) / largest.pow(1 - strength)
+        scales = size.pow(strength) / weights.clamp_min(1e-5).pow(1 - strength)
     else:
         scales = size.pow(strength)
     return scales / scales.log().mean().exp()
@@ -67,9 +66,10 @@ def search_strength(
             for wanted, w in zip(outputs, seen, strict=True)
         )
 
+    largest = torch.stack([w.float().abs().amax(0) for w in weights]).amax(0)
     least = (1 - LEAST_GAIN) * loss_with(best)
     for strength in STRENGTHS:
-        scales = tied(smoothing_scales(activations, weights, strength, spec), *tie)
+        scales = tied(smoothing_scales(activations, largest, strength, spec), *tie)
         loss = loss_with(scales)
         if loss < least:
             best, chosen, least = scales, strength, loss

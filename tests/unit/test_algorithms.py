@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
+from compress.algorithms import rtn as rtn_module
+from compress.algorithms import smooth as smooth_module
 from compress.algorithms.blockwise import error_of_rtn, even_rows, report_on, smooth_block
 from compress.algorithms.rtn import rtn, scales_for, search_clip
 from compress.algorithms.smooth import fake_quantize, search_strength, tied
@@ -70,16 +72,25 @@ def test_clip_search_beats_no_clip_where_one_weight_sticks_out() -> None:
 
 
 def test_clip_search_is_the_same_through_rows_and_through_their_gram_matrix() -> None:
-    weight, inputs = weights(6, 64), weights(300, 64, seed=3)
-    few = search_clip(weight, inputs[:40], QuantSpec(4), torch.float32)
-    assert few.shape == (6, 1)
-    errors = []
-    for clip in few.flatten().unique():
-        error = weight - rtn(weight, QuantSpec(4), torch.float32, float(clip)).dequantize()
-        errors.append((inputs[:40] @ error.T).square().sum(0))
-    chosen = rtn(weight, QuantSpec(4), torch.float32, few).dequantize()
-    found = (inputs[:40] @ (weight - chosen).T).square().sum(0)
-    assert (found <= torch.stack(errors).amin(0) * 1.001).all()
+    weight, inputs = weights(40, 64), weights(300, 64, seed=3)
+    for spec in (QuantSpec(4), QuantSpec(4, 32)):
+        rows = inputs.reshape(300, spec.groups(64), -1).transpose(0, 1)
+        through_rows = rtn_module._search(weight, rows, None, spec, torch.float32)
+        through_gram = rtn_module._search(weight, rows, rows.mT @ rows, spec, torch.float32)
+        assert torch.equal(through_rows, through_gram)
+        assert len(through_rows.unique()) > 1
+
+
+def test_a_few_weights_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, inputs = weights(33, 64), weights(300, 64, seed=3)
+    for spec in (QuantSpec(4), QuantSpec(4, 32), QuantSpec(8)):
+        clips = search_clip(weight, inputs, spec, torch.bfloat16)
+        rounded = rtn_module.rounded(weight, spec, torch.bfloat16)
+        assert torch.equal(rounded, rtn(weight, spec, torch.bfloat16).dequantize())
+        with monkeypatch.context() as patch:
+            patch.setattr(rtn_module, "WEIGHTS", 130)
+            assert torch.equal(search_clip(weight, inputs, spec, torch.bfloat16), clips)
+            assert torch.equal(rtn_module.rounded(weight, spec, torch.bfloat16), rounded)
 
 
 def test_four_bit_scales_have_the_sign_that_gives_the_largest_weight_the_longer_side() -> None:
@@ -92,7 +103,11 @@ def test_four_bit_scales_have_the_sign_that_gives_the_largest_weight_the_longer_
         assert (rtn(weight, spec, torch.float32).scales > 0).all()
 
 
-def test_smoothing_finds_the_outlier_channel() -> None:
+@pytest.mark.parametrize("channels", [2048, 8])
+def test_smoothing_finds_the_outlier_channel(
+    channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smooth_module, "CHANNELS", channels)
     inputs = weights(256, 64, seed=4)
     inputs[:, 7] *= 80
     weight = weights(32, 64)

@@ -1,5 +1,9 @@
 """GPTQ against its definition and against plain rounding."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -84,14 +88,24 @@ def test_a_few_output_channels_at_a_time_give_the_same(
 
 
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="only Linux resets the peak of memory")
-def test_the_factor_takes_half_a_matrix_beside_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gptq_module, "TOGETHER", 64)
+def test_the_factor_takes_a_matrix_and_a_quarter_beside_the_hessian() -> None:
+    # Of its own process, whose allocator gives back what is freed, the peak is that of tensors.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, check=True
+    )
+    assert 1.2 < float(done.stdout) < 1.45
+
+
+def main() -> None:
+    """Print the peak beside a Hessian while it is factored, in matrices of its size."""
+    gptq_module.TOGETHER = 64
     hessian = torch.eye(2048) + 0.1
     factor(torch.eye(512))  # what the libraries take once
     with PeakMemory() as memory:
         before = high_water()
         factor(hessian)
-    assert memory.peak - before < 1.9 * hessian.nbytes
+    print((memory.peak - before) / hessian.nbytes)
 
 
 @given(k=st.sampled_from([8, 33, 130]), rank=st.integers(1, 8), seed=st.integers(0, 99))
@@ -120,3 +134,19 @@ def test_the_factor_is_that_of_the_inverse(k: int) -> None:
     inverse = torch.linalg.inv(damped)[found.order][:, found.order]
     upper = torch.linalg.cholesky(inverse, upper=True)
     assert float((found.upper - upper).norm() / upper.norm()) < 1e-5
+
+
+def test_a_factor_inverted_by_halves_and_slices_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = correlated(800, 300)
+    whole = factor(inputs.T @ inputs)
+    monkeypatch.setattr(gptq_module, "SOLVED", 8)
+    monkeypatch.setattr(gptq_module, "TOGETHER", 50)
+    found = factor(inputs.T @ inputs)
+    assert torch.equal(found.order, whole.order)
+    assert float((found.upper - whole.upper).norm() / whole.upper.norm()) < 1e-6
+
+
+if __name__ == "__main__":
+    main()
