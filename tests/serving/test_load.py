@@ -139,8 +139,8 @@ def test_a_load_gets_every_token_and_leaves_the_model_as_it_was(folder: Path) ->
     assert all(course.ttft > 0 and min(course.gaps) > 0 for course in drive.courses)
     assert drive.courses[3].arrival == 0.2 < drive.courses[3].tokens[0] <= drive.seconds
     assert 12 <= drive.forwards <= 28
-    assert 64 <= drive.kv_tokens_most <= 128
-    # Samples may miss the moment when both ran; never are there more.
+    # On a busy machine one may be over before the next has come; never are there more.
+    assert 32 <= drive.kv_tokens_most <= 128
     assert 1 <= max(moment.running for moment in drive.moments) <= 2
     assert torch.equal(model(input_ids=ids).logits, before)
 

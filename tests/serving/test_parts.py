@@ -104,7 +104,8 @@ def test_what_does_not_fit_into_the_cache_is_computed_again() -> None:
 
         try:
             made = await asyncio.gather(*map(one, prompts))
-            assert engine.kv_tokens_most <= kv_tokens
+            # 50 to 52 tokens each: two pages of 32, where there is room for all.
+            assert engine.kv_tokens_most == min(kv_tokens, 3 * 64)
             return made
         finally:
             await engine.stop()

@@ -99,7 +99,7 @@ class Engine:
             )
         except (ValueError, AttributeError) as error:
             raise _unfit(model, error) from error
-        self._manager.logit_processor = sampling.processors()
+        self._manager.logit_processor = sampling.processors(self._note_kv)
         attention.install(model)
 
     async def start(self) -> None:
@@ -189,7 +189,6 @@ class Engine:
             seen = 0
             while not finished:
                 output = await outputs.get()
-                self.kv_tokens_most = max(self.kv_tokens_most, self.load().kv_tokens)
                 finished = output.is_finished()
                 if output.error is not None:
                     raise EngineError(output.error)
@@ -200,6 +199,9 @@ class Engine:
             self._in_flight -= 1
             if not finished:
                 self._give_up(name)
+
+    def _note_kv(self) -> None:
+        self.kv_tokens_most = max(self.kv_tokens_most, self.load().kv_tokens)
 
     def _give_up(self, name: str) -> None:
         """Cancel a request. transformers then tells no one, so its handler is taken back here.

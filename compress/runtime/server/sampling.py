@@ -6,6 +6,7 @@ draw from their softmax (Gumbel 1954; Maddison et al., arXiv:1411.0030, section 
 that is greedy keeps its scores as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +46,16 @@ def draw_scores(scores: Tensor, sampling: Sampling, position: int) -> Tensor:
 
 
 class SampleEach(ContinuousBatchingLogitsProcessor):
-    """Puts `draw_scores` in place of the scores of those requests that have a `sampling`."""
+    """Puts `draw_scores` in place of the scores of those requests that have a `sampling`.
+
+    each_batch: called for each, in the batching thread, once its part of the KV cache is taken.
+    """
 
     supported_kwargs = {"sampling": Sampling}  # noqa: RUF012 (declared so by its base)
     ignored_kwargs = ()
 
-    def __init__(self) -> None:
+    def __init__(self, each_batch: Callable[[], None]) -> None:
+        self._each_batch = each_batch
         self._rows: list[tuple[Sampling | None, int]] = []
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
@@ -59,6 +64,7 @@ class SampleEach(ContinuousBatchingLogitsProcessor):
 
     def prepare_tensor_args(self, requests_with_new_token: list[FutureRequestState]) -> Tensor:
         """Note who gets a token in this batch, in the order of the scores' rows."""
+        self._each_batch()
         states = [request.state for request in requests_with_new_token]
         self._rows = [(s.logit_processor_kwargs.get("sampling"), s.position_offset) for s in states]
         return torch.zeros(len(states), dtype=torch.int32)
@@ -71,8 +77,8 @@ class SampleEach(ContinuousBatchingLogitsProcessor):
         return scores
 
 
-def processors() -> ContinuousBatchingLogitsProcessorList:
+def processors(each_batch: Callable[[], None]) -> ContinuousBatchingLogitsProcessorList:
     """What a continuous batching manager takes for its processing of scores."""
-    listed = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([SampleEach()]))
+    listed = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([SampleEach(each_batch)]))
     listed.tensors_required = 1
     return listed
