@@ -37,6 +37,8 @@ def refuse(
         config.extend.refuse(model)
     if "serve" in ahead:
         pick_backend(config.device, config.serve.backend)
+    if "score" in ahead:
+        config.score.heldout(config.data)
 
 
 def preflight(

@@ -16,7 +16,7 @@ from compress.eval.tasks import TASKS, shortened
 from compress.log import logger
 from compress.source import shortest_window
 from compress.stage import Run
-from compress.text.documents import heldout_text
+from compress.text.documents import Data, heldout_text
 
 
 @dataclass(kw_only=True)
@@ -83,7 +83,7 @@ class Score:
         tokenizer = AutoTokenizer.from_pretrained(dense, trust_remote_code=trust)
         # The shorter one, so that both answer the same questions.
         context = shortest_window((dense, run.artifacts["checkpoint"]), trust)
-        text, source = self._text(run)
+        text, source = self.heldout(run.config.data)
         judge = Judge(
             tokenizer=tokenizer,
             windows=self._windows(text, tokenizer, context),
@@ -116,10 +116,12 @@ class Score:
         (out / "scores.json").write_text(json.dumps(scores, indent=2), encoding="utf-8")
         return scores
 
-    def _text(self, run: Run) -> tuple[str, str]:
-        """The held-out text, and words for where it comes from."""
+    def heldout(self, data: Data) -> tuple[str, str]:
+        """The held-out text, and words for where it comes from. Raises UserError where it cannot be
+        read.
+        """
         if self.text is None:
-            return heldout_text(run.config.data)
+            return heldout_text(data)
         file = Path(self.text).expanduser()
         try:
             return file.read_text(encoding="utf-8"), file.name
