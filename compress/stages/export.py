@@ -1,5 +1,6 @@
-"""export: the folder that engines load, read back from disk before it is called done."""
+"""export: the folder that engines load, held against what was measured before it is called done."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,9 +17,9 @@ from compress.stage import Run
 from compress.tensors import TensorFiles
 
 SAME = 0.05
-"""How far, relative to itself, the KL from disk may lie from what the last stage measured: nothing
-on the same machine, but INT8 activations make a step of the smallest difference, so another number
-of threads or another CPU moves it by percents."""
+"""How far, relative to itself, the KL as exported may lie from what the last stage measured:
+nothing on the same machine, but INT8 activations make a step of the smallest difference, so another
+number of threads or another CPU moves it by percents."""
 LEAST_KL = 1e-4
 CHANGES_WEIGHTS = ("quantize", "distill", "extend")
 
@@ -28,7 +29,7 @@ class Export:
     """The deployable checkpoint. shard_gb: largest safetensors file, in GB."""
 
     name: ClassVar[str] = "export"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics", "quantized")
     gives: ClassVar[str | None] = "checkpoint"
     shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device")
@@ -49,9 +50,10 @@ class Export:
         verified = self._verify(run, source, out, metrics)
         files = [{"name": f.name, "bytes": f.stat().st_size} for f in sorted(out.iterdir())]
         weights = sum(f.stat().st_size for f in TensorFiles.files(out))
+        read = verified["read_back"]
         logger.info(
             f"  {weights / 1e6:.1f} MB in {len(TensorFiles.files(out))} file(s), "
-            f"{verified['tensors']} tensors, read back from disk and equal"
+            f"{verified['tensors']} tensors, {'read back and equal' if read else 'linked'}"
         )
         parameters = metrics.get("plan", {}).get("parameters")
         return {
@@ -62,14 +64,8 @@ class Export:
         }
 
     def _verify(self, run: Run, source: Path, out: Path, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Read everything back: each tensor once and equal, tokenizer whole, the same KL."""
-        wanted, found = TensorFiles(source), TensorFiles(out)
-        if wanted.keys() != found.keys():
-            odd = sorted(wanted.keys() ^ found.keys())
-            raise UserError(f"{out}: tensors were lost or doubled on the way to disk: {odd[:5]}")
-        for name in wanted:
-            if not torch.equal(wanted[name], found[name]):
-                raise UserError(f"{out}: {name} read back from disk differs from what was written")
+        """Hold what lies in `out` against its source and its original, and measure it again."""
+        tensors, read_back = _same_tensors(source, out)
         trusted = run.config.model.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=trusted)
         original = AutoTokenizer.from_pretrained(run.artifacts["dense"], trust_remote_code=trusted)
@@ -83,19 +79,41 @@ class Export:
             device=run.config.device,
             trust_remote_code=trusted,
         )
-        last = [
-            metrics[s]["heldout_kl"]["after"]
-            for s in CHANGES_WEIGHTS
-            if "heldout_kl" in metrics.get(s, {})
-        ]
-        difference = abs(measured.kl - last[-1]) if last else None
-        if difference is not None and difference > max(LEAST_KL, SAME * measured.kl):
-            raise UserError(
-                f"{out}: KL {measured.kl:.6f} from disk, {last[-1]:.6f} in memory; "
-                "the checkpoint is not the model that was measured"
-            )
         return {
-            "tensors": len(found),
+            "tensors": tensors,
+            "read_back": read_back,
             "kl": measured.kl,
-            "kl_to_memory": difference,
+            "kl_moved": _kl_moved(out, measured.kl, metrics),
         }
+
+
+def _same_tensors(source: Path, out: Path) -> tuple[int, int]:
+    """How many tensors lie in `out`, each once, and how many of them were read back: all that are
+    not in a link to the very file of `source`. Raises UserError where one is not the source's.
+    """
+    wanted, found = TensorFiles(source), TensorFiles(out)
+    if wanted.keys() != found.keys():
+        odd = sorted(wanted.keys() ^ found.keys())
+        raise UserError(f"{out}: tensors were lost or doubled on the way to disk: {odd[:5]}")
+    written = [n for n in wanted if not wanted.file_of[n].samefile(found.file_of[n])]
+    for name in written:
+        if not torch.equal(wanted[name], found[name]):
+            raise UserError(f"{out}: {name} read back from disk differs from what was written")
+    return len(found), len(written)
+
+
+def _kl_moved(out: Path, kl: float, metrics: Mapping[str, Any]) -> float | None:
+    """How far the KL of the checkpoint `out` is from what the last stage that changed weights
+    measured; None where none did. Raises UserError where the two are not of one model.
+    """
+    measuring = [s for s in CHANGES_WEIGHTS if "heldout_kl" in metrics.get(s, {})]
+    if not measuring:
+        return None
+    before = metrics[measuring[-1]]["heldout_kl"]["after"]
+    moved = abs(kl - before)
+    if moved > max(LEAST_KL, SAME * kl):
+        raise UserError(
+            f"{out}: KL {kl:.6f} as exported, {before:.6f} as {measuring[-1]} measured it; "
+            "the checkpoint is not the model that was measured"
+        )
+    return moved

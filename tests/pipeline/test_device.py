@@ -99,7 +99,7 @@ def test_a_7b_is_quantized_in_less_than_6_gb_of_a_gpu(
     assert BLOCK < device.peak < (LIMIT - NOT_COUNTED) / SIZE
     assert device.now == 0
     measured = json.loads((out / "stages" / "export.json").read_text())["metrics"]["verified"]
-    assert measured["kl_to_memory"] == 0
+    assert measured["kl_moved"] == 0
 
 
 def test_the_pretended_device_is_as_strict_as_a_real_one(device: Device) -> None:

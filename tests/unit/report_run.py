@@ -186,7 +186,7 @@ def export() -> dict[str, Any]:
         "files": [{"name": name, "bytes": size} for name, size in files],
         "bytes": 179_830_000,
         "bits_per_weight": 8 * 179_830_000 / 134515008,
-        "verified": {"tensors": 420, "kl_to_memory": 0.0},
+        "verified": {"tensors": 420, "read_back": 0, "kl": 0.0112, "kl_moved": 0.0},
     }
 
 
