@@ -29,7 +29,7 @@ H, K, VOCABULARY = 4096 // LENGTH, 11008 // LENGTH, 32000 // LENGTH
 BLOCK = 4 * (4 * H * H + 3 * H * K)  # bytes in float32
 LIMIT = 6e9
 NOT_COUNTED = 0.6e9
-"""Inside operators: the copy that cuSOLVER inverts from, 485 MB at K = 11008, and cuBLAS's room."""
+"""For what operators take inside (cuSOLVER, cuBLAS), and for the allocator's fragments."""
 SETTINGS = (
     "engine=native",
     "stages=[plan,calibrate,quantize,export]",
