@@ -17,7 +17,7 @@ from compress.algorithms import rope
 from compress.config import Config
 from compress.errors import UserError
 from compress.runtime.loader import load
-from compress.stage import Run
+from compress.source import read_config
 
 Small = Callable[..., Config]
 
@@ -109,6 +109,5 @@ def test_a_model_whose_rope_cannot_be_stretched_is_refused_with_the_reason(
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(changed))
     config = small(f"model.path={folder}", "extend.method=yarn")
-    run = Run(config=config, artifacts={"quantized": folder}, work=tmp_path, manifests={})
     with pytest.raises(UserError, match="stretched by linear, whose config does not say"):
-        config.extend.run(run, tmp_path)
+        config.extend.refuse(read_config(folder, False))
