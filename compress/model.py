@@ -5,7 +5,8 @@ meta device, and a block's tensors are read from safetensors when it is its turn
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ CHUNK = 1 << 25
 """Values of the embedding or the head that are in memory at a time: 134 MB in float32."""
 
 
+Parts = Callable[[Tensor], Iterable[tuple[int, Tensor]]]
+
+
 class _Frame(nn.Module):
     """Stands in a block's place: notes how it was called, and passes on what it is told to."""
 
@@ -43,6 +47,25 @@ class _Frame(nn.Module):
         return hidden if self.instead is None else self.instead
 
 
+class _FromDisk(torch.autograd.Function):
+    """`hidden` [..., H] times a weight [V, H] of which a part is read at a time, there and back:
+    autograd by itself would keep all parts until the way back.
+
+    parts: the weight's rows in order, in the dtype and on the device of the tensor that it is
+    given, each part with its first row's number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, parts: Parts) -> Tensor:
+        ctx.parts = parts
+        return torch.cat([nn.functional.linear(hidden, part) for _, part in parts(hidden)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        given = (gradient[..., n : n + len(part)] @ part for n, part in ctx.parts(gradient))
+        return functools.reduce(Tensor.add_, given), None
+
+
 class _Head(nn.Module):
     """The output layer [V, H], read from disk a part of the vocabulary at a time."""
 
@@ -53,12 +76,12 @@ class _Head(nn.Module):
         self.bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        parts = []
+        logits = _FromDisk.apply(hidden, self._parts)
+        return logits if self.bias is None else logits + self.bias
+
+    def _parts(self, like: Tensor) -> Iterator[tuple[int, Tensor]]:
         for first, weight in self.tensors.chunks(self.name, CHUNK):
-            bias = None if self.bias is None else self.bias[first : first + len(weight)]
-            weight = weight.to(hidden.device, hidden.dtype)
-            parts.append(nn.functional.linear(hidden, weight, bias))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            yield first, weight.to(like.device, like.dtype)
 
 
 class BlockModel:

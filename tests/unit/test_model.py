@@ -13,11 +13,13 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    PhiConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
+import compress.model
 from compress.errors import UserError
 from compress.model import BlockModel, linear_shapes, storage_dtype
 from compress.tensors import TensorFiles
@@ -65,6 +67,38 @@ def test_blocks_agree_with_the_whole_model(config: PretrainedConfig, tmp_path: P
     assert torch.allclose(padded[0], whole(ids[:1]).logits[0], atol=1e-5)
     assert torch.allclose(padded[1, :13], whole(ids[1:, :13]).logits[0], atol=1e-5)
     assert all(p.is_meta for b in model.blocks for p in b.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "last"), [(LlamaConfig(**SIZES), "norm"), (PhiConfig(**SIZES), "final_layernorm")]
+)
+def test_the_head_is_read_again_on_the_way_back(
+    config: PretrainedConfig, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(config).eval()
+    if whole.lm_head.bias is not None:  # Phi's
+        torch.nn.init.normal_(whole.lm_head.bias)
+    whole.save_pretrained(tmp_path)
+    monkeypatch.setattr(compress.model, "CHUNK", 20 * 32)  # five parts of the 96 rows
+    hidden = torch.randn(2, 5, 32)
+    wanted, found = (hidden.clone().requires_grad_() for _ in range(2))
+    weights = torch.randn(2, 5, 96)
+    kept: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    plain = whole.lm_head(whole.base_model.get_submodule(last)(wanted))
+    (plain * weights).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = BlockModel(tmp_path).logits(found)
+    (logits * weights).sum().backward()
+    torch.testing.assert_close(logits, plain)
+    torch.testing.assert_close(found.grad, wanted.grad)
+    assert kept
+    assert not [shape for shape in kept if len(shape) == 2]  # no part of the weight
 
 
 def test_shards_read_as_one(tmp_path: Path) -> None:
