@@ -5,7 +5,7 @@ the end is Inf, and NaN soon after. Calibration runs in float32, where all of it
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,17 +93,20 @@ def scale_into_range(
 
 def scaling_notes(model: BlockModel, folder: Path) -> list[str]:
     """What `scale_into_range` will do by the statistics in `folder`, in words."""
-    notes = []
-    for index, block in enumerate(model.blocks):
-        prefix = f"{model.block_name(index)}."
-        statistics = load_block_statistics(folder, index)
-        local = {key.removeprefix(prefix): value for key, value in statistics.items()}
-        notes += [
-            f"{prefix}{scaling.feed.source} reaches {scaling.largest:.3g}: divided by "
-            f"{scaling.factor:g}, which what reads it makes up for, to stay within float16"
-            for scaling in scalings(model.config, block, local)
-        ]
-    return notes
+    return [
+        f"{name}.{scaling.feed.source} reaches {scaling.largest:.3g}: divided by "
+        f"{scaling.factor:g}, which what reads it makes up for, to stay within float16"
+        for name, block, statistics in _blocks(model, folder)
+        for scaling in scalings(model.config, block, statistics)
+    ]
+
+
+def largest_left(model: BlockModel, folder: Path) -> float:
+    """The largest activation by the statistics in `folder` that `scale_into_range` does not bring
+    into range.
+    """
+    found = _blocks(model, folder)
+    return max(size for _, block, s in found for *_, size in _left(model.config, block, s))
 
 
 def refuse_overflow(
@@ -111,21 +114,14 @@ def refuse_overflow(
 ) -> None:
     """Raise UserError where the block `name` overflows in float16 and no scale helps.
 
-    statistics: `output_absmax` [] of the block and `<name>.output_absmax` [N] of its linears, by
-    names in the block. What `scale_into_range` scales is left to it.
+    statistics: `output_absmax` [] of the block, `<name>.output_absmax` [N] and
+    `<name>.input_absmax` [] of its linears, by names in the block. What `scale_into_range` scales
+    is left to it.
     """
-    scaled = {feed.source: _rows(feed) for feed in _between_linears(config, block)}
-    for key, absmax in statistics.items():
-        linear, _, statistic = key.rpartition(".")
-        if statistic != "output_absmax":
-            continue
-        left = absmax.clone()
-        if linear in scaled:
-            left[scaled[linear]] = 0
-        largest = float(left.max())
+    for linear, what, largest in _left(config, block, statistics):
         if largest > LARGEST:
             raise UserError(
-                f"{f'{name}.{linear}'.rstrip('.')}: its output reaches {largest:.3g} on the "
+                f"{f'{name}.{linear}'.rstrip('.')}: its {what} reaches {largest:.3g} on the "
                 f"calibration text; float16 ends at {LARGEST:g}: {WAY_OUT}"
             )
 
@@ -168,6 +164,36 @@ def remark(largest: float, dtype: torch.dtype) -> str | None:
             f"activations reach {largest:.3g}: float16, which ends at {LARGEST:g}, cannot serve it"
         )
     return None
+
+
+def _left(
+    config: PretrainedConfig, block: nn.Module, statistics: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str, float]]:
+    """The largest input and output of each linear of a block, and the block's own largest output
+    (of ""), but for what `scale_into_range` brings into range.
+    """
+    between = _between_linears(config, block)
+    scaled = {feed.source: _rows(feed) for feed in between}
+    eased = {name for feed in between for name in feed.targets}
+    for key, absmax in statistics.items():
+        linear, _, statistic = key.rpartition(".")
+        if statistic == "output_absmax":
+            left = absmax.clone()
+            if linear in scaled:
+                left[scaled[linear]] = 0
+            yield linear, "output", float(left.max())
+        elif statistic == "input_absmax" and linear not in eased:
+            yield linear, "input", float(absmax)
+
+
+def _blocks(
+    model: BlockModel, folder: Path
+) -> Iterator[tuple[str, nn.Module, Mapping[str, Tensor]]]:
+    """Every block with its name, and its statistics in `folder` by names in the block."""
+    for index, block in enumerate(model.blocks):
+        name = model.block_name(index)
+        found = load_block_statistics(folder, index)
+        yield name, block, {key.removeprefix(f"{name}."): value for key, value in found.items()}
 
 
 def _between_linears(config: PretrainedConfig, block: nn.Module) -> list[Feed]:

@@ -11,8 +11,10 @@ from compress import processes
 from compress.errors import UserError
 from compress.text.hygiene import profile_divergence
 
-OUTLIER = 6.0  # times the root mean square of the layer's input
+OUTLIER = 6.0
 TINY = 1e-12
+SINKS = 16
+"""Of this many rows that are kept about one is the first of a window."""
 
 Sums = dict[str, Tensor]
 
@@ -67,13 +69,14 @@ class Collector:
         self._sums[name] = batch if before is None else _merged(before, batch)
 
     def tensors(self) -> dict[str, Tensor]:
-        """`<linear>.<statistic>` for every linear: absmax, mean_abs, second_moment, relative and
+        """`<linear>.<statistic>` for every linear: absmax, mean_abs, relative and
         outlier_share [K], output_absmax [N], tokens [], rows [R, K].
 
         relative: root mean square after each token was divided by its own, which is how an input
-        quantized per token looks to the quantizer. Of several processes that each saw a share of
-        the windows, all give what came of the whole. Raises UserError where a linear saw nothing,
-        or something not finite.
+        quantized per token looks to the quantizer. outlier_share: of the tokens in which the
+        channel is more than OUTLIER times the token's root mean square. Of several processes that
+        each saw a share of the windows, all give what came of the whole. Raises UserError where a
+        linear saw nothing, or something not finite.
         """
         own = {name: _on_cpu(sums) for name, sums in self._sums.items()}
         self._take_in(processes.gathered((self.owner, own, _on_cpu(self._outputs))))
@@ -91,7 +94,6 @@ class Collector:
             statistics = {
                 "absmax": sums["absmax"],
                 "mean_abs": (sums["sum_abs"] / tokens).float(),
-                "second_moment": (sums["sum_squares"] / tokens).float(),
                 "relative": (sums["sum_relative"] / tokens).sqrt().float(),
                 "outlier_share": (sums["outliers"] / tokens).float(),
                 "output_absmax": self._outputs[name],
@@ -134,17 +136,19 @@ def compared(
 def picked_rows(mask: Tensor, rows: int) -> Tensor:
     """For each window the positions [n, r] of real tokens whose inputs are kept as they are.
 
-    mask: [n, T], padded on the right. The first is always one: models park attention there, with
-    activations a thousand times those of other tokens (Sun et al. 2024, arXiv:2402.17762), which
-    no random pick would meet.
+    mask: [n, T], padded on the right. The first token is picked on purpose, at most once a window
+    and about once in SINKS rows: models park attention there, with activations a thousand times
+    those of other tokens (Sun et al. 2024, arXiv:2402.17762), which no random pick would meet.
     """
     generator = torch.Generator().manual_seed(0)
-    each = max(2, -(-rows // len(mask)))
+    each = -(-rows // len(mask))
     picked = []
-    for row in mask:
+    for number, row in enumerate(mask):
         last = max(0, int(row.sum()) - 1)
-        others = torch.randint(min(1, last), last + 1, (each - 1,), generator=generator)
-        picked.append(torch.cat([torch.zeros(1, dtype=torch.int64), others]))
+        positions = torch.randint(min(1, last), last + 1, (each,), generator=generator)
+        if number * each % SINKS < each:
+            positions[0] = 0
+        picked.append(positions)
     return torch.stack(picked)
 
 
@@ -195,13 +199,11 @@ def _sums(x: Tensor) -> Sums:
     """Sums over the tokens of inputs [tokens, K]."""
     size = x.abs()
     relative = x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(TINY)
-    outliers = (size > OUTLIER * x.square().mean().sqrt()).sum(0)
     return {
         "absmax": size.amax(0),
         "sum_abs": size.sum(0, dtype=torch.float64),
-        "sum_squares": x.square().sum(0, dtype=torch.float64),
         "sum_relative": relative.square().sum(0, dtype=torch.float64),
-        "outliers": outliers,
+        "outliers": (relative.abs() > OUTLIER).sum(0),
         "tokens": torch.tensor(len(x)),
     }
 

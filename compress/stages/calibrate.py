@@ -54,7 +54,7 @@ class Calibrate:
     """
 
     name: ClassVar[str] = "calibrate"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = "statistics"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "device")
@@ -130,7 +130,9 @@ class Calibrate:
         calibration_perplexity = _perplexity(model, states, windows, held.ids)
         figures = layer_figures(out, len(model))
         later = hygiene.layer_notes(figures["layers"], windows, held)
-        later += filter(None, [guards.remark(figures["largest_activation"], dtype)])
+        half = dtype == torch.float16
+        largest = guards.largest_left(model, out) if half else figures["largest_activation"]
+        later += filter(None, [guards.remark(largest, dtype)])
         for note in later:
             logger.info(f"  {note}")
         return {

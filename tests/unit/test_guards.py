@@ -1,5 +1,6 @@
 """What float16 cannot hold is found: scaled where a scale helps, kept or refused elsewhere."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,6 +138,47 @@ def test_overflow_that_no_scale_helps_is_refused(
             return
         with pytest.raises(UserError, match=told):
             guards.refuse_overflow(model.config, "model.layers.1", block, found)
+
+
+@torch.no_grad()
+def test_an_input_that_no_linear_before_it_scales_is_refused(tiny_model: Path) -> None:
+    model = BlockModel(tiny_model)
+    config = copy.deepcopy(model.config)
+    config.model_type = "unknown"  # of which no feed is known
+    with model.block(1) as block:
+        times("mlp.up_proj", 2.0**12)(block)
+        times("mlp.down_proj", 2.0**-12)(block)
+        _, found = passed(model, block)
+        found["mlp.up_proj.output_absmax"] = torch.tensor([300.0])
+        found["mlp.down_proj.input_absmax"] = torch.tensor(9e4)
+        guards.refuse_overflow(model.config, "model.layers.1", block, found)
+        with pytest.raises(UserError, match=r"1\.mlp\.down_proj: its input reaches 9e\+04 on"):
+            guards.refuse_overflow(config, "model.layers.1", block, found)
+
+
+@torch.no_grad()
+def test_the_largest_that_is_left_is_none_that_is_scaled(tiny_model: Path, tmp_path: Path) -> None:
+    model = BlockModel(tiny_model)
+    with model.block(1) as block:
+        _, found = passed(model, block)
+    for index in range(len(model)):
+        prefix = f"{model.block_name(index)}."
+        local = {f"{prefix}{key}": value for key, value in found.items()}
+        save_file(local, tmp_path / f"block_{index:03d}.safetensors")
+    plain = guards.largest_left(model, tmp_path)
+    file = tmp_path / "block_001.safetensors"
+    local = load_file(file)
+
+    def left(key: str, value: float) -> float:
+        changed = local[f"{PREFIX}{key}"].clone().fill_(value)
+        save_file(local | {f"{PREFIX}{key}": changed}, file)
+        return guards.largest_left(model, tmp_path)
+
+    assert left("mlp.up_proj.output_absmax", 5e4) == plain
+    assert left("mlp.down_proj.input_absmax", 5e4) == plain
+    assert left("mlp.gate_proj.output_absmax", 5e4) == 5e4
+    assert left("mlp.gate_proj.input_absmax", 5e4) == 5e4
+    assert left("output_absmax", 5e4) == 5e4
 
 
 def test_a_residual_that_overflows_is_refused_by_the_block(tiny_model: Path) -> None:

@@ -75,9 +75,33 @@ def test_padding_enters_no_statistic(
     alone = measured(model, [(t[None], torch.ones_like(t[None])) for t in texts], pick)
     assert padded.keys() == alone.keys()
     for key, value in padded.items():
-        if not key.endswith("outlier_share"):  # whose threshold is of the batch
-            torch.testing.assert_close(value, alone[key], rtol=1e-3, atol=1e-5, msg=key)
+        torch.testing.assert_close(value, alone[key], rtol=1e-3, atol=1e-5, msg=key)
     assert int(padded["model.layers.1.mlp.down_proj.tokens"]) == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("windows", "rows", "firsts"), [(128, 256, 16), (32, 256, 16), (16, 256, 16), (4, 256, 4)]
+)
+def test_of_the_rows_that_are_kept_few_are_of_first_tokens(
+    windows: int, rows: int, firsts: int
+) -> None:
+    pick = picked_rows(torch.ones(windows, 64), rows)
+    assert pick.numel() == rows
+    assert int((pick == 0).sum()) == firsts
+
+
+@torch.no_grad()
+def test_outliers_are_those_of_their_own_token() -> None:
+    linear = torch.nn.Linear(64, 1, bias=False)
+    x = torch.ones(1, 2, 64)
+    x[0, 0, 3] = 10  # root mean square 1.6
+    x[0, 1] *= 1000  # all alike, and 100 times as large as that
+    with Collector({"l": linear}, torch.zeros(1, 1, dtype=torch.int64)) as collector:
+        collector.start(0, torch.ones(1, 2))
+        linear(x)
+    share = collector.tensors()["l.outlier_share"]
+    assert share[3] == 0.5
+    assert share.sum() == 0.5
 
 
 @torch.no_grad()
