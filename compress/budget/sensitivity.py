@@ -57,9 +57,9 @@ class Sensitivity:
 
     variants: those of each block. calibration: the windows that GPTQ's Hessians are of.
     statistics: of the blocks' linears, for smoothing and clips. dtype: of scales. work: where
-    hidden states are kept. batch: windows that pass a block together. rounding: nearest, or gptq;
-    clips are searched in both. smooth: as in `stages.quantize.Quantize`, for the first variant of
-    each linear. seed: of the tokens drawn.
+    hidden states are kept. batch: windows that pass a block together. rounding: nearest, or gptq.
+    smooth, clip: as in `stages.quantize.Quantize`; smoothing is for the first variant of each
+    linear. seed: of the tokens drawn.
     """
 
     model: BlockModel
@@ -72,6 +72,7 @@ class Sensitivity:
     batch: int
     rounding: str
     smooth: bool
+    clip: bool
     seed: int
     clock: Clock
 
@@ -190,8 +191,10 @@ class Sensitivity:
             modules = {}
             for name in variant.names:
                 weight, spec = weight_of(block, name), variant.spec
-                rows = statistics[f"{name}.rows"]
-                clip = clip_of(weight, rows, divided.get(name), spec, self.dtype)
+                clip: Tensor | float = 1.0
+                if self.clip:
+                    rows = statistics[f"{name}.rows"]
+                    clip = clip_of(weight, rows, divided.get(name), spec, self.dtype)
                 found = factors.get(variant.names[0])
                 if found is None:
                     rounded = rtn(weight, spec, self.dtype, clip)

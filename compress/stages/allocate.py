@@ -45,12 +45,12 @@ class Allocate:
     choices: schemes to choose from beside 16 bit, such as [W4A16 g64, W8A16]; empty: those that go
     with the recipe's. Without INT8 activations these are 4 bit per channel, in the recipe's groups
     and in groups of 32, and 8 bit per channel; else W8A8. windows, length: calibration text that
-    gradients are taken on. batch: windows that go through a block together. rounding, smooth: of
-    the formats on trial, those of quantize unless given; what is learned is tried by gptq.
+    gradients are taken on. batch: windows that go through a block together. rounding, smooth,
+    clip: of the formats on trial, as in quantize unless given; what is learned is tried by gptq.
     """
 
     name: ClassVar[str] = "allocate"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics")
     gives: ClassVar[str | None] = "statistics"
     shares: ClassVar[tuple[str, ...]] = ("model", "engine", "device", "seed", "scheme")
@@ -61,6 +61,7 @@ class Allocate:
     batch: int = 4
     rounding: str = "gptq"
     smooth: bool = True
+    clip: bool = True
 
     def __post_init__(self) -> None:
         problems = [
@@ -189,6 +190,7 @@ class Allocate:
                 self.batch,
                 rounding="nearest" if self.rounding == "nearest" else "gptq",
                 smooth=self.smooth,
+                clip=self.clip,
                 seed=run.config.seed,
                 clock=clock,
             )

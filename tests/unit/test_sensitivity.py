@@ -62,6 +62,7 @@ def of(folder: Path, work: Path, batch: int = 2, rounding: str = "nearest") -> S
     settings: dict[str, Any] = {
         "rounding": rounding,
         "smooth": False,
+        "clip": True,
         "seed": SEED,
         "clock": Clock(),
     }
@@ -152,6 +153,15 @@ def test_streamed_and_whole_agree(family: str, rounding: str, tmp_path: Path) ->
     assert found[0][0] > 10 * found[0][1] > 0
 
 
+def test_without_clipping_no_weight_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made("llama", tmp_path / "model")
+    clipped = of(folder, tmp_path / "clipped").measure()
+    plain = replace(of(folder, tmp_path / "plain"), clip=False).measure()
+    monkeypatch.setattr(sensitivity, "clip_of", lambda *_: 1.0)
+    assert plain == of(folder, tmp_path / "by one").measure()
+    assert plain[0][0] != clipped[0][0]
+
+
 def test_the_second_order_is_near_the_measured_kl(tiny_model: Path, tmp_path: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     folder = Path(tmp_path / "statistics")
@@ -168,6 +178,7 @@ def test_the_second_order_is_near_the_measured_kl(tiny_model: Path, tmp_path: Pa
     settings: dict[str, Any] = {
         "rounding": "nearest",
         "smooth": False,
+        "clip": True,
         "seed": SEED,
         "clock": Clock(),
     }
