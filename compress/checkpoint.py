@@ -111,8 +111,7 @@ def _groups(config: Mapping[str, Any]) -> list[tuple[QuantSpec, list[str]]]:
     return [(_served_spec(name, group), group["targets"]) for name, group in groups.items()]
 
 
-# By name what a group may say of its weights, and of its activations, which may be None; first what
-# it means where it is silent.
+# By name what a group may say of its weights, and of its activations, which may be None.
 SERVED: dict[str, dict[str, tuple[Any, ...]]] = {
     "weights": {
         "type": ("int",),
@@ -131,12 +130,28 @@ SERVED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
+# What compressed-tensors takes for said where a group is silent (its class QuantizationArgs).
+SILENT = {"type": "int", "symmetric": True, "num_bits": 8, "dynamic": False, "actorder": None}
+
+
+def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says of its weights or activations, and what it means where it is silent."""
+    size = given.get("group_size")
+    by_size = "tensor" if size is None else "group" if size > 0 else "channel"
+    return SILENT | dict(given) | {"strategy": given.get("strategy") or by_size}
+
+
 def _served_spec(name: str, group: Mapping[str, Any]) -> QuantSpec:
-    weights, activations = group["weights"], group.get("input_activations")
-    for part, served in SERVED.items():
-        for field, values in served.items():
-            given = group.get(part) or {}
-            if given and given.get(field, values[0]) not in values:
+    said = {part: _said(group[part]) for part in SERVED if group.get(part) is not None}
+    weights, activations = said.get("weights"), said.get("input_activations")
+    if weights is None:
+        raise UserError(
+            f"quantization_config has no weights in {name}; this runtime serves quantized ones; "
+            "transformers and vLLM may load it"
+        )
+    for part, given in said.items():
+        for field, values in SERVED[part].items():
+            if given[field] not in values:
                 raise UserError(
                     f"quantization_config has {part}.{field}={given[field]} in {name}; this "
                     f"runtime serves {' or '.join(map(str, values))}; transformers and vLLM may "
@@ -144,7 +159,7 @@ def _served_spec(name: str, group: Mapping[str, Any]) -> QuantSpec:
                 )
     spec = QuantSpec(
         bits=weights["num_bits"],
-        group_size=weights.get("group_size") if weights["strategy"] == "group" else None,
+        group_size=weights["group_size"] if weights["strategy"] == "group" else None,
         activation_bits=activations["num_bits"] if activations else None,
     )
     if activations and (spec.bits, spec.group_size) != (8, None):

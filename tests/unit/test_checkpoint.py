@@ -141,6 +141,50 @@ def test_what_no_kernel_of_ours_serves_is_refused_by_name(
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("weights", "spec"),
+    [
+        ({"num_bits": 4, "group_size": 32}, QuantSpec(4, 32)),
+        ({"num_bits": 4, "group_size": -1}, QuantSpec(4)),
+        ({"strategy": "channel"}, QuantSpec(8)),
+    ],
+)
+def test_where_a_group_is_silent_it_means_what_the_library_reads(
+    weights: dict[str, Any], spec: QuantSpec
+) -> None:
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
+    }
+    assert checkpoint.read_quantization_config(config, [NAME]) == {NAME: spec}
+    theirs = QuantizationConfig.model_validate(config).config_groups["g"].weights
+    ours = checkpoint.quantization_config({NAME: spec}, [])["config_groups"]["group_0"]["weights"]
+    assert (theirs.num_bits, theirs.strategy) == (ours["num_bits"], ours["strategy"])
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"weights": None}, "no weights in g; this runtime serves quantized ones"),
+        ({}, "no weights in g; this"),
+        ({"weights": {"num_bits": 8}}, "weights.strategy=tensor in g; this runtime serves channel"),
+        (
+            {"weights": {"group_size": -1}, "input_activations": {"strategy": "token"}},
+            "input_activations.dynamic=False in g; this runtime serves True",
+        ),
+    ],
+)
+def test_silence_that_no_kernel_of_ours_serves_is_refused(
+    group: dict[str, Any], message: str
+) -> None:
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {"targets": ["Linear"], **group}},
+    }
+    with pytest.raises(UserError, match=f"quantization_config has {message}"):
+        checkpoint.read_quantization_config(config, [NAME])
+
+
 @every_spec
 def test_library_packs_the_same_tensors(spec: QuantSpec) -> None:
     weight, ours = some_weight(spec)
