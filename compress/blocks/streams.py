@@ -77,15 +77,16 @@ class CalibrationStreams:
         return (self.window(number, index) for number in range(min(self.batch, len(self.ids))))
 
     def drawn(self, index: int, seed: int) -> Iterator[Iterator[Window]]:
-        """`batch` windows after the other, in random order, without end; each window once before
-        any twice. They are read one at a time.
+        """`batch` different windows after the other, in random order, without end; each window
+        once before any twice. They are read one at a time.
         """
         generator = torch.Generator().manual_seed(seed)
         waiting: list[int] = []
         size = min(self.batch, len(self.ids))
         while True:
             if len(waiting) < size:
-                waiting += torch.randperm(len(self.ids), generator=generator).tolist()
+                again = torch.randperm(len(self.ids), generator=generator).tolist()
+                waiting += sorted(again, key=waiting.__contains__)  # none twice in one step
             numbers, waiting = waiting[:size], waiting[size:]
             yield (self.window(number, index) for number in numbers)
 

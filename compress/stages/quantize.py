@@ -87,6 +87,8 @@ class Quantize:
             for name, value in (("steps", self.steps), ("batch", self.batch))
             if value < 1
         ]
+        if not 0 < self.rate <= 1:
+            problems.append(f"quantize.rate is {self.rate}; wanted above 0 and at most 1")
         if problems:
             raise ConfigError(problems)
 

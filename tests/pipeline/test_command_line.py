@@ -101,6 +101,8 @@ def test_options_anywhere_and_bare_words_for_lists(given: list[str], wanted: lis
         (["foo"], "foo: neither an option nor field=value"),
         (["--foo"], "--foo: no such option"),
         (["quantize.rounding=best"], "quantize.rounding is 'best'"),
+        (["quantize.rate=0"], "quantize.rate is 0.0; wanted above 0 and at most 1"),
+        (["quantize.rate=15"], "quantize.rate is 15.0; wanted above 0 and at most 1"),
         (["model.path=/a", "b/c.gguf"], "'model.path=/a b/c.gguf'"),
         (
             ["quantize=w3"],

@@ -90,3 +90,16 @@ def test_a_window_has_inputs_of_quantized_blocks_and_outputs_of_the_original(
     torch.testing.assert_close(window.inputs[0][real], quantized[2][real], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(window.targets[0][real], wanted[2][real], rtol=1e-4, atol=1e-5)
     assert torch.equal(window.tokens, MASK[[2]].float())
+
+
+def test_a_step_has_no_window_twice_and_none_comes_twice_before_all_came(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    streams = streams_of(BlockModel(tiny_model), tmp_path, targets=True)
+    drawn: list[int] = []
+    streams.window = lambda number, _: drawn.append(number)  # type: ignore[assignment, method-assign, return-value]
+    steps = streams.drawn(0, seed=1)
+    for _ in range(30):  # two of three windows each
+        list(next(steps))
+    assert all(one != other for one, other in zip(drawn[::2], drawn[1::2], strict=True))
+    assert all({*drawn[first : first + 3]} == {0, 1, 2} for first in range(0, 60, 3))
