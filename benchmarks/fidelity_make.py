@@ -109,7 +109,7 @@ def prepare(scheme: str, model: Path, train: Path, work: Path) -> Setting:
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = read_config(model, trust_remote_code=False)
     heads = head_names(skeleton(config, torch.bfloat16))
-    chosen = engines.preflight(linear_shapes(config), SCHEMES[scheme], "vllm", heads=heads)
+    chosen = engines.choose(linear_shapes(config), SCHEMES[scheme], "vllm", heads=heads)
     whole = train.read_text(encoding="utf-8")
     ids = fidelity.windows(whole, tokenizer, SAMPLES, LENGTH)
     text, heldout = work / "calibration.txt", work / "heldout.txt"

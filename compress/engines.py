@@ -61,7 +61,7 @@ class Preflight:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def preflight(
+def choose(
     linears: Mapping[str, Shape],
     spec: QuantSpec,
     engine: str,

@@ -44,7 +44,7 @@ def refuse(
 def preflight(
     model: PretrainedConfig, config: "Config", guarded: Mapping[str, str] | None = None
 ) -> engines.Preflight:
-    """What of `model` can be quantized as `config` asks, see `engines.preflight`.
+    """What of `model` can be quantized as `config` asks, see `engines.choose`.
 
     guarded: linears left in 16 bit for what their weights hold, with the reason. Raises UserError
     for what the engine cannot serve.
@@ -52,7 +52,7 @@ def preflight(
     trust = config.model.trust_remote_code
     empty = skeleton(model, torch.bfloat16, trust)
     outside = dict.fromkeys([*outside_linears(empty), *head_names(empty)])
-    return engines.preflight(
+    return engines.choose(
         linear_shapes(model, trust),
         config.quantize.spec,
         config.engine,

@@ -134,7 +134,7 @@ def offered(
 ) -> Offer:
     """The linears that may be quantized, in groups, with the formats that each may have.
 
-    linears, keep, heads: as in `engines.preflight`. choices: the formats asked for; where a group
+    linears, keep, heads: as in `engines.choose`. choices: the formats asked for; where a group
     size does not divide a linear's inputs, the largest of 128, 64, 32 below it that does is offered
     instead. A format that `engine` has no kernel for at a linear's size is not offered there.
     dtype: of a value left in 16 bit, and of a scale. Raises UserError where no linear has a choice.
@@ -148,7 +148,7 @@ def offered(
             engines.check_spec(spec, engine)
             # Per channel, since a group size is fitted to each linear here, not to all at once.
             whole = replace(spec, group_size=None)
-            chosen = engines.preflight(linears, whole, engine, keep, heads, dtype=dtype)
+            chosen = engines.choose(linears, whole, engine, keep, heads, dtype=dtype)
         except UserError as refusal:
             remarks.append(f"{spec.scheme} is not offered: {refusal}")
             continue

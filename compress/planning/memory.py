@@ -94,7 +94,7 @@ def weights_of(
     widest = token_bytes(shape.hidden, shape.intermediate)
     if spec is None:
         return Weights("16 bit", "16", parts, widest, inside)
-    chosen = engines.preflight(shape.linears, spec, engine, heads=shape.heads, dtype=shape.dtype)
+    chosen = engines.choose(shape.linears, spec, engine, heads=shape.heads, dtype=shape.dtype)
     sizes = [shape.linears[name] for name in chosen.quantize]
     stored = [stored_bytes(size, chosen.spec, itemsize) for size in sizes]
     for name, (n, k), count in zip(chosen.quantize, sizes, stored, strict=True):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from compress.engines import ENGINES, matching, preflight
+from compress.engines import ENGINES, choose, matching
 from compress.errors import UserError
 from compress.qtensor import QuantSpec
 from compress.sizes import saved_bytes
@@ -40,7 +40,7 @@ def last(names: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("engine", [e for e in ENGINES if e != "native"])
 def test_int8_keeps_qkv_for_every_engine_that_fuses(engine):
-    chosen = preflight(SMOL, W8A8, engine)
+    chosen = choose(SMOL, W8A8, engine)
     assert last(chosen.quantize) == {"o_proj", "gate_proj", "up_proj", "down_proj"}
     assert last(chosen.ignore) == {"q_proj", "k_proj", "v_proj", "lm_head"}
     assert chosen.ignore[0] == "model.layers.0.self_attn.q_proj"
@@ -50,7 +50,7 @@ def test_int8_keeps_qkv_for_every_engine_that_fuses(engine):
 
 
 def test_native_quantizes_v_and_never_q_or_k():
-    chosen = preflight(SMOL, W8A8, "native")
+    chosen = choose(SMOL, W8A8, "native")
     assert "v_proj" in last(chosen.quantize)
     assert last(chosen.ignore) == {"q_proj", "k_proj", "lm_head"}
 
@@ -58,7 +58,7 @@ def test_native_quantizes_v_and_never_q_or_k():
 def test_notes_tell_the_cost_of_what_is_kept():
     # v: 2 layers of 192 x 576, a byte less each, two bytes more a row of scales.
     assert 2 * saved_bytes((192, 576), W8A8) == 2 * (192 * 576 - 2 * 192) == 220_416
-    (note,) = (n for n in preflight(SMOL, W8A8, "vllm").notes if "v_proj" in n)
+    (note,) = (n for n in choose(SMOL, W8A8, "vllm").notes if "v_proj" in n)
     assert note.startswith("16 bit: 2 × v_proj")
     assert "engine=native" in note
     assert note.endswith("0.2 MB more")
@@ -83,14 +83,14 @@ def test_saved_bytes(shape, spec, saved):
 @pytest.mark.parametrize("engine", ["any", "native"])
 def test_one_fused_qkv_is_kept_whole(fused, engine):
     linears = {f"h.0.attn.{fused}": (384, 128), "h.0.mlp.dense": (128, 128)}
-    chosen = preflight(linears, W8A8, engine)
+    chosen = choose(linears, W8A8, engine)
     assert chosen.quantize == ["h.0.mlp.dense"]
     assert chosen.ignore == [f"h.0.attn.{fused}", "lm_head"]
 
 
 def test_the_head_has_the_names_it_is_given():
     linears = {"gpt_neox.layers.0.mlp.dense_4h_to_h": (128, 512)}
-    chosen = preflight(linears, W8A8, "any", heads=["lm_head", "embed_out"])
+    chosen = choose(linears, W8A8, "any", heads=["lm_head", "embed_out"])
     assert chosen.ignore == ["lm_head", "embed_out"]
 
 
@@ -98,7 +98,7 @@ def test_the_head_has_the_names_it_is_given():
     ("engine", "kept"), [("any", {"gate_proj", "up_proj"}), ("native", {"gate_proj"})]
 )
 def test_gate_and_up_are_decided_together_unless_native(engine, kept):
-    chosen = preflight(SMOL, W8A8, engine, ["*.0.mlp.gate_proj"])
+    chosen = choose(SMOL, W8A8, engine, ["*.0.mlp.gate_proj"])
     mlp = [name for name in chosen.ignore if ".mlp." in name]
     assert {name.partition("mlp.")[0] for name in mlp} == {"model.layers.0."}
     assert last(mlp) == kept
@@ -115,26 +115,26 @@ def test_gate_and_up_are_decided_together_unless_native(engine, kept):
 )
 def test_keep_takes_names_wildcards_and_patterns(pattern, found):
     assert matching(list(SMOL), [pattern]) == found
-    assert set(found) <= set(preflight(SMOL, W8A8, "any", [pattern]).ignore)
+    assert set(found) <= set(choose(SMOL, W8A8, "any", [pattern]).ignore)
 
 
 @pytest.mark.parametrize("pattern", ["down_proj", "*.down_porj", "re:.*down_porj", "down_proj.*"])
 def test_a_pattern_that_matches_nothing_names_what_is_near(pattern):
     with pytest.raises(UserError, match=r"matches no linear.*model\.layers\.0\.mlp\.down_proj"):
-        preflight(SMOL, W8A8, "any", ["*.0.mlp.up_proj", pattern])
+        choose(SMOL, W8A8, "any", ["*.0.mlp.up_proj", pattern])
 
 
 def test_a_broken_pattern_is_told():
     with pytest.raises(UserError, match="no regular expression"):
-        preflight(SMOL, W8A8, "any", ["re:("])
+        choose(SMOL, W8A8, "any", ["re:("])
 
 
 def test_keeping_the_head_says_nothing_new():
-    assert preflight(SMOL, W8A8, "any", ["lm_head"]) == preflight(SMOL, W8A8, "any")
+    assert choose(SMOL, W8A8, "any", ["lm_head"]) == choose(SMOL, W8A8, "any")
 
 
 def test_group_size_falls_to_the_largest_that_divides_every_layer():
-    chosen = preflight(SMOL, W4A16_G128, "vllm")
+    chosen = choose(SMOL, W4A16_G128, "vllm")
     assert chosen.spec == QuantSpec(4, group_size=64)
     (note,) = (n for n in chosen.notes if n.startswith("groups of"))
     # Scales of 2 bytes: rows x K x (1/64 - 1/128), over o, gate, up and down of two blocks.
@@ -146,7 +146,7 @@ def test_group_size_falls_to_the_largest_that_divides_every_layer():
 @pytest.mark.parametrize("engine", ["any", "sglang"])
 def test_float32_is_refused_where_no_kernel_takes_it(engine):
     with pytest.raises(UserError, match=r"model\.dtype is float32, and sglang's kernels take bf"):
-        preflight(SMOL, W8A8, engine, dtype=torch.float32)
+        choose(SMOL, W8A8, engine, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -159,15 +159,15 @@ def test_float32_is_refused_where_no_kernel_takes_it(engine):
     ],
 )
 def test_what_an_engine_does_with_a_dtype_is_told(engine, dtype, note):
-    plain = preflight(SMOL, W8A8, engine).notes
-    found = [n for n in preflight(SMOL, W8A8, engine, dtype=dtype).notes if n not in plain]
+    plain = choose(SMOL, W8A8, engine).notes
+    found = [n for n in choose(SMOL, W8A8, engine, dtype=dtype).notes if n not in plain]
     assert len(found) == (note is not None)
     assert all(n.startswith(str(note)) for n in found)
 
 
 def test_guarded_layers_stay_with_their_partner_reason_and_cost():
     gate, up = "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"
-    chosen = preflight(SMOL, W8A8, "any", guarded={gate: "its scales underflow"})
+    chosen = choose(SMOL, W8A8, "any", guarded={gate: "its scales underflow"})
     assert {gate, up} <= set(chosen.ignore)
     assert chosen.reasons[gate] == "its scales underflow"
     assert "fuse gate and up" in chosen.reasons[up]
@@ -178,7 +178,7 @@ def test_guarded_layers_stay_with_their_partner_reason_and_cost():
 
 
 def test_group_size_that_divides_stays():
-    chosen = preflight(SEVEN_B, W4A16_G128, "any")
+    chosen = choose(SEVEN_B, W4A16_G128, "any")
     assert chosen.spec == W4A16_G128
     assert last(chosen.quantize) == {"o_proj", "gate_proj", "up_proj", "down_proj"}
     assert not [note for note in chosen.notes if "groups" in note]
@@ -186,7 +186,7 @@ def test_group_size_that_divides_stays():
 
 def test_a_layer_that_no_group_divides_is_kept():
     linears = llama(128, 200, 64)
-    chosen = preflight(linears, W4A16_G128, "native")
+    chosen = choose(linears, W4A16_G128, "native")
     assert chosen.spec.group_size == 128  # K = 200 of down_proj does not lower it for the others
     assert "down_proj" in last(chosen.ignore)
     assert any("no group size of 128, 64, 32 divides K" in note for note in chosen.notes)
@@ -205,22 +205,22 @@ def test_a_layer_that_no_group_divides_is_kept():
 def test_a_group_size_that_cannot_be_names_those_that_can(size, engine, wanted):
     linears = SEVEN_B if engine == "sglang" else SMOL
     with pytest.raises(UserError, match=f"group size {size} cannot be .* would do: {wanted}"):
-        preflight(linears, QuantSpec(4, group_size=size), engine)
+        choose(linears, QuantSpec(4, group_size=size), engine)
 
 
 def test_a_group_size_of_its_own_is_served_natively_where_it_divides():
-    assert preflight(SMOL, QuantSpec(4, group_size=48), "native").spec.group_size == 48
+    assert choose(SMOL, QuantSpec(4, group_size=48), "native").spec.group_size == 48
 
 
 def test_a_group_size_that_divides_nothing():
     linears = {"model.layers.0.mlp.down_proj": (64, 100)}
     with pytest.raises(UserError, match=r"group size 128 divides none of K = 100.* do: null"):
-        preflight(linears, W4A16_G128, "native")
+        choose(linears, W4A16_G128, "native")
 
 
 def test_layers_without_a_kernel_stay_in_16_bit():
     linears = llama(128, 200, 64)
-    chosen = preflight(linears, W4A16, "vllm")
+    chosen = choose(linears, W4A16, "vllm")
     # 200 is no multiple of 32, but gate and up are one matrix of 400 rows: no multiple either.
     assert last(chosen.quantize) == {"o_proj"}
     (note,) = (n for n in chosen.notes if "kernels" in n)
@@ -231,21 +231,21 @@ def test_layers_without_a_kernel_stay_in_16_bit():
 
 def test_gate_and_up_are_judged_as_the_one_matrix_they_become():
     linears = llama(128, 176, 64)
-    chosen = preflight(linears, W4A16, "vllm")
+    chosen = choose(linears, W4A16, "vllm")
     assert "gate_proj" in last(chosen.quantize)  # 2 x 176 = 11 x 32
     assert "down_proj" in last(chosen.ignore)  # K = 176
 
 
 def test_any_is_what_every_engine_takes():
     # SGLang's Marlin has no tile for 576 x 576; vLLM's pads.
-    assert last(preflight(SMOL, W4A16, "vllm").ignore) == {"q_proj", "k_proj", "v_proj", "lm_head"}
+    assert last(choose(SMOL, W4A16, "vllm").ignore) == {"q_proj", "k_proj", "v_proj", "lm_head"}
     for engine in ("sglang", "any"):
-        assert "o_proj" in last(preflight(SMOL, W4A16, engine).ignore)
-        assert "o_proj" in last(preflight(SMOL, W8A8, engine).quantize)
+        assert "o_proj" in last(choose(SMOL, W4A16, engine).ignore)
+        assert "o_proj" in last(choose(SMOL, W8A8, engine).quantize)
 
 
 def test_int8_weights_alone_are_told_to_have_no_cpu_kernel_in_vllm():
-    told = [any("CUDA only" in n for n in preflight(SMOL, W8A16, e).notes) for e in ENGINES]
+    told = [any("CUDA only" in n for n in choose(SMOL, W8A16, e).notes) for e in ENGINES]
     assert dict(zip(ENGINES, told, strict=True)) == {
         "any": True,
         "vllm": True,
@@ -267,14 +267,14 @@ def test_int8_weights_alone_are_told_to_have_no_cpu_kernel_in_vllm():
 )
 def test_what_cannot_be_is_refused(spec, engine, match):
     with pytest.raises(UserError, match=match):
-        preflight(SMOL, spec, engine)
+        choose(SMOL, spec, engine)
 
 
 def test_nothing_left_to_quantize():
     with pytest.raises(UserError, match=r"leaves no linear to quantize.*asked for by keep"):
-        preflight(SMOL, W8A8, "any", ["*.mlp.*", "*.o_proj"])
+        choose(SMOL, W8A8, "any", ["*.mlp.*", "*.o_proj"])
     with pytest.raises(UserError, match=r"no nn\.Linear"):
-        preflight({}, W8A8, "any")
+        choose({}, W8A8, "any")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"])
