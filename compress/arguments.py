@@ -21,7 +21,6 @@ from compress.model_path import TINY, local
 from compress.quoting import PLAIN, is_quoted, quoted
 
 CONF = Path(__file__).parent / "conf"
-HYDRA_KEYS = ("hydra", "recipe")
 MULTIRUN = ("-m", "--multirun")
 WITH_VALUE = (
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
@@ -153,7 +152,7 @@ def check(arguments: list[str]) -> None:
     problems = [
         problem
         for name, value in ((o.key_or_group, o.value()) for o in overrides)
-        if name not in _groups() and name.split(".")[0] not in HYDRA_KEYS
+        if name not in _groups() and name.replace("/", ".").split(".")[0] != "hydra"
         if (problem := schema.type_problem(name, value))
     ]
     if problems:

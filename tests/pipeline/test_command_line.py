@@ -144,6 +144,11 @@ def test_what_the_schema_does_not_say_is_told_before_it_is_imported(words: list[
     assert ended.stdout == "set()\n"
 
 
+def test_options_of_hydra_s_own_are_left_to_it() -> None:
+    schema.register()
+    arguments.check(["recipe=tiny", "hydra/job_logging=none", "hydra.job.name=x"])
+
+
 def test_recipes_are_listed_when_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
