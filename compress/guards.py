@@ -18,8 +18,9 @@ from compress.algorithms.rtn import SMALLEST_SCALE, scales_for
 from compress.blocks.collector import load_block_statistics
 from compress.blocks.structure import Feed, feeds, stored_name
 from compress.errors import UserError
-from compress.model import CHUNK, BlockModel
+from compress.model import BlockModel
 from compress.qtensor import QuantSpec
+from compress.soundness import CHUNK
 from compress.tensors import TensorFiles
 
 LARGEST = torch.finfo(torch.float16).max

@@ -5,8 +5,7 @@ meta device, and a block's tensors are read from safetensors when it is its turn
 """
 
 import copy
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from compress import soundness, unknown
+from compress.blocks.head import Head
 from compress.blocks.structure import knows, stored_name
 from compress.errors import UserError
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import assign, swap_linears, take_quantization
 from compress.tensors import TensorFiles
-
-CHUNK = 1 << 25
-"""Values of the embedding or the head that are in memory at a time: 134 MB in float32."""
-
-
-Parts = Callable[[Tensor], Iterable[tuple[int, Tensor]]]
 
 
 class _Frame(nn.Module):
@@ -45,43 +39,6 @@ class _Frame(nn.Module):
         self.call = call
         self.hidden = hidden
         return hidden if self.instead is None else self.instead
-
-
-class _FromDisk(torch.autograd.Function):
-    """`hidden` [..., H] times a weight [V, H] of which a part is read at a time, there and back:
-    autograd by itself would keep all parts until the way back.
-
-    parts: the weight's rows in order, in the dtype and on the device of the tensor that it is
-    given, each part with its first row's number.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, parts: Parts) -> Tensor:
-        ctx.parts = parts
-        return torch.cat([nn.functional.linear(hidden, part) for _, part in parts(hidden)], -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        given = (gradient[..., n : n + len(part)] @ part for n, part in ctx.parts(gradient))
-        return functools.reduce(Tensor.add_, given), None
-
-
-class _Head(nn.Module):
-    """The output layer [V, H], read from disk a part of the vocabulary at a time."""
-
-    def __init__(self, tensors: TensorFiles, name: str, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.tensors = tensors
-        self.name = name
-        self.bias = bias
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = _FromDisk.apply(hidden, self._parts)
-        return logits if self.bias is None else logits + self.bias
-
-    def _parts(self, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-        for first, weight in self.tensors.chunks(self.name, CHUNK):
-            yield first, weight.to(like.device, like.dtype)
 
 
 class BlockModel:
@@ -175,6 +132,11 @@ class BlockModel:
         self._look_up_in(self._nothing)
         return self._frames[0].hidden
 
+    def embedded(self, ids: Tensor, mask: Tensor, batch: int) -> Iterator[Tensor]:
+        """`embed` for windows of ids and mask [n, T] on any device, `batch` of them at a time."""
+        for some, real in zip(ids.split(batch), mask.split(batch), strict=True):
+            yield self.embed(some.to(self.device), real.to(self.device))
+
     def calls(self, ids: Tensor, mask: Tensor | None = None) -> list[dict[str, Any]]:
         """Each block's other arguments (masks, rotary tables) for `ids` [B, T], mask [B, T].
 
@@ -227,7 +189,7 @@ class BlockModel:
         if stored != own:
             soundness.check_tied(self.tensors, stored, own)
         soundness.check(self.tensors, stored, head.weight)
-        self.skeleton.set_submodule(names[head], _Head(self.tensors, stored, head.bias))
+        self.skeleton.set_submodule(names[head], Head(self.tensors, stored, head.bias))
 
     def _fill(self, module: nn.Module, prefix: str, names: Iterable[str]) -> None:
         for name in names:

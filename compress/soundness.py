@@ -7,7 +7,7 @@ from compress.errors import UserError
 from compress.tensors import TensorFiles
 
 CHUNK = 1 << 25
-"""Values of a tensor that are looked at together: 134 MB in float32."""
+"""Values of a tensor that are in memory at a time: 134 MB in float32."""
 WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

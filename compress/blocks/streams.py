@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.algorithms.learned import Window
+from compress.blocks.hessians import Hessians
 from compress.blocks.hidden import HiddenStates, together
 from compress.model import BlockModel
 
@@ -39,9 +40,7 @@ class CalibrationStreams:
         self.states = HiddenStates(work)
         self._together = together(batch, self.ids.shape[1])
         if QUANTIZED not in self.states:
-            parts = zip(self.ids.split(batch), self.mask.split(batch), strict=True)
-            embedded = (model.embed(i.to(model.device), m.to(model.device)) for i, m in parts)
-            self.states.create(QUANTIZED, embedded)
+            self.states.create(QUANTIZED, model.embedded(self.ids, self.mask, batch))
         if targets and FULL not in self.states:
             self.states.copy(QUANTIZED, FULL)
 
@@ -96,42 +95,11 @@ class CalibrationStreams:
         """X^T X [K, K], a token's mean, of what the linears `names` of the block get from the
         quantized ones before it, each after the names of all that read the same tensor.
         """
-        sums: dict[str, Tensor] = {}
-        owners: dict[str, str] = {}
-        seen: list[tuple[Tensor, str]] = []
-        real = torch.empty(0)
-
-        def see(name: str, inputs: Tensor) -> None:
-            owner = next((owner for tensor, owner in seen if tensor is inputs), name)
-            owners[name] = owner
-            if owner != name:
-                return
-            seen.append((inputs, name))
-            rows = inputs[real].float()
-            if name not in sums:
-                sums[name] = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
-            sums[name].addmm_(rows.T, rows)
-
-        hooks = [
-            block.get_submodule(name).register_forward_pre_hook(
-                lambda _, args, name=name: see(name, args[0])
-            )
-            for name in names
-        ]
-        try:
+        with Hessians(block, names) as found:
             for rows, hidden in self.states.batches(QUANTIZED, self._together):
-                seen.clear()
-                real = self.mask[rows].bool().to(self.model.device)
-                call = self._call(rows, index)
-                block(hidden.to(self.model.device), **call)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        tokens = int(self.mask.sum())
-        return [
-            ([name for name in owners if owners[name] == owner], total.div_(tokens))
-            for owner, total in sums.items()
-        ]
+                found.start(self.mask[rows].to(self.model.device))
+                block(hidden.to(self.model.device), **self._call(rows, index))
+        return found.means()
 
     def _call(self, rows: slice | list[int], index: int) -> Mapping[str, object]:
         device = self.model.device

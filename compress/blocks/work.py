@@ -16,13 +16,13 @@ from compress.algorithms.blockwise import (
     smooth_block,
     weight_of,
 )
-from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
+from compress.algorithms.gptq import gptq
 from compress.algorithms.learned import RoundingLinear, learn, relative_error
 from compress.algorithms.rtn import rtn
+from compress.blocks.hessians import factored
 from compress.blocks.streams import FULL, QUANTIZED, CalibrationStreams, swapped
 from compress.blocks.structure import feeds
 from compress.clock import Clock
-from compress.errors import UserError
 from compress.log import logger
 from compress.model import BlockModel
 from compress.qtensor import QTensor, QuantSpec
@@ -139,23 +139,12 @@ class BlockWork:
         while hessians:
             names, hessian = hessians.pop(0)
             with self.clock.part("factors"):
-                found = self._factor(names[0], hessian)
+                found = factored(f"{names[0]} of block {self.index}", hessian, "quantize")
             del hessian  # 485 MB for the down_proj of a 7B
             for n in names:
                 with self.clock.part("rounding"):
                     rounded[n] = gptq(weight_of(block, n), found, specs[n], self.dtype, clips[n])
         return rounded
-
-    def _factor(self, name: str, hessian: Tensor) -> Factor:
-        try:
-            found = factor(hessian)
-        except ValueError as error:
-            raise UserError(
-                f"{name} of block {self.index}: {error}; quantize.rounding=nearest does without"
-            ) from error
-        if found.damping > DAMPING:
-            logger.info(f"  block {self.index} {name}: Hessian damped by {found.damping:g}")
-        return found
 
     def _learned(
         self, block: nn.Module, rounded: dict[str, QTensor], streams: CalibrationStreams

@@ -34,14 +34,8 @@ class Passage:
     def begin(self, name: str) -> None:
         """Make the stream `name` of what goes into the first block, if it is not there."""
         if name not in self.states:
-            parts = zip(
-                self.windows.ids.split(self.batch),
-                self.windows.mask.split(self.batch),
-                strict=True,
-            )
-            device = self.model.device
-            embedded = (self.model.embed(ids.to(device), mask.to(device)) for ids, mask in parts)
-            self.states.create(name, embedded)
+            windows = self.windows
+            self.states.create(name, self.model.embedded(windows.ids, windows.mask, self.batch))
 
     def batches(
         self, name: str, index: int

@@ -25,16 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from compress.algorithms.blockwise import clip_of, smooth_block, weight_of
-from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
+from compress.algorithms.gptq import Factor, gptq
 from compress.algorithms.rtn import rtn
 from compress.artifact import write_json
 from compress.blocks.collector import load_block_statistics
+from compress.blocks.hessians import Hessians, factored
 from compress.blocks.hidden import FLOAT32, HiddenStates
 from compress.blocks.structure import feeds
 from compress.budget.gradients import Gradients, Passage, blocks
 from compress.clock import Clock
-from compress.errors import UserError
-from compress.log import logger
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
 from compress.text.windows import Windows
@@ -152,29 +151,14 @@ class Sensitivity:
         windows, which pass the block.
         """
         names = dict.fromkeys(variant.names[0] for variant in self.variants[index])
-        hessians: dict[str, Tensor] = {}
-        with _seen(block, names) as seen:
+        with Hessians(block, names) as hessians:
             for rows, hidden, call in calibration.batches(CALIBRATION, index):
+                hessians.start(self.calibration.mask[rows].to(hidden.device))
                 calibration.states.write(CALIBRATION, rows, block(hidden, **call))
-                real = self.calibration.mask[rows].bool().to(hidden.device)
-                for name, (inputs, _) in seen.items():
-                    x = inputs[real].float()
-                    if name not in hessians:
-                        hessians[name] = x.new_zeros(x.shape[1], x.shape[1])
-                    hessians[name].addmm_(x.T, x)
-        factors = {}
-        for name in list(hessians):
-            hessian = hessians.pop(name).div_(self.calibration.tokens)  # the factor is as large
-            try:
-                factors[name] = factor(hessian)
-            except ValueError as error:
-                raise UserError(
-                    f"{name} of block {index}: {error}; allocate.rounding=nearest does without"
-                ) from error
-            if factors[name].damping > DAMPING:
-                logger.info(
-                    f"  {name} of block {index}: Hessian damped by {factors[name].damping:g}"
-                )
+        factors: dict[str, Factor] = {}
+        for readers, hessian in hessians.means():  # in whose memory its factor comes to lie
+            found = factored(f"{readers[0]} of block {index}", hessian, "allocate")
+            factors |= dict.fromkeys(readers, found)
         return factors
 
     def _served(

@@ -18,9 +18,9 @@ from small import composed
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compress import heldout, model, pipeline
+from compress import heldout, pipeline
 from compress.algorithms import rtn, smooth
-from compress.blocks import hidden
+from compress.blocks import head, hidden
 from compress.runtime import linear
 
 LENGTH = 16
@@ -47,7 +47,7 @@ def a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:
         (hidden, "TOKENS", LENGTH),
         (smooth, "CHANNELS", LENGTH),
         (rtn, "WEIGHTS", LENGTH),
-        (model, "CHUNK", SIZE),
+        (head, "CHUNK", SIZE),
         (heldout, "LOGITS", SIZE),
     ):
         monkeypatch.setattr(module, name, getattr(module, name) // share)

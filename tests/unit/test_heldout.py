@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from compress import checkpoint, heldout, model
+from compress import checkpoint, heldout
 from compress.algorithms.rtn import rtn
+from compress.blocks import head
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
 from compress.runtime.linear import QuantLinear
@@ -71,7 +72,7 @@ def test_chunks_of_everything_change_nothing_but_the_last_bits(
     mixed("gemma2", tmp_path / "model")
     kept = statistics(tmp_path / "statistics", 272)
     at_once = heldout.distance(tmp_path / "model", kept)
-    monkeypatch.setattr(model, "CHUNK", 50 * 96)
+    monkeypatch.setattr(head, "CHUNK", 50 * 96)
     monkeypatch.setattr(heldout, "LOGITS", 272 * 7)
     monkeypatch.setattr(heldout, "HIDDEN_BYTES", 4 * 96 * 30)
     in_parts = heldout.distance(tmp_path / "model", kept)

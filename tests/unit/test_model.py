@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-import compress.model
+from compress.blocks import head
 from compress.errors import UserError
 from compress.model import BlockModel, linear_shapes, storage_dtype
 from compress.tensors import TensorFiles
@@ -80,7 +80,7 @@ def test_the_head_is_read_again_on_the_way_back(
     if whole.lm_head.bias is not None:  # Phi's
         torch.nn.init.normal_(whole.lm_head.bias)
     whole.save_pretrained(tmp_path)
-    monkeypatch.setattr(compress.model, "CHUNK", 20 * 32)  # five parts of the 96 rows
+    monkeypatch.setattr(head, "CHUNK", 20 * 32)  # five parts of the 96 rows
     hidden = torch.randn(2, 5, 32)
     wanted, found = (hidden.clone().requires_grad_() for _ in range(2))
     weights = torch.randn(2, 5, 96)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from compress.algorithms.blockwise import clip_of
 from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
 from compress.algorithms.rtn import rtn
+from compress.blocks import hessians
 from compress.blocks.collector import Collector, load_block_statistics, picked_rows
 from compress.budget import gradients, sensitivity
 from compress.budget.sensitivity import Sensitivity, Variant
@@ -271,7 +272,7 @@ def test_a_hessian_that_cannot_be_factored_is_said(
     def fails(_: Tensor) -> None:
         raise ValueError("not positive definite")
 
-    monkeypatch.setattr(sensitivity, "factor", fails)
+    monkeypatch.setattr(hessians, "factor", fails)
     folder = made("llama", tmp_path / "model")
     with pytest.raises(UserError, match=r"o_proj of block 0: not .* allocate\.rounding=nearest"):
         of(folder, tmp_path / "work", rounding="gptq").measure()
@@ -287,7 +288,7 @@ def test_a_hessian_that_wants_more_damping_is_said(
     folder = made("llama", tmp_path / "model")
     of(folder, tmp_path / "quiet", rounding="gptq").measure()
     assert not any("damped" in message for message in caplog.messages)
-    monkeypatch.setattr(sensitivity, "factor", stubborn)
+    monkeypatch.setattr(hessians, "factor", stubborn)
     of(folder, tmp_path / "work", rounding="gptq").measure()
     said = [message.strip() for message in caplog.messages if "damped" in message]
     assert "self_attn.o_proj of block 0: Hessian damped by 0.1" in said
