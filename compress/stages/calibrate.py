@@ -84,44 +84,21 @@ class Calibrate:
 
     @torch.no_grad()
     def run(self, run: Run, out: Path) -> dict[str, Any]:
-        config = run.config
-        model = _model(run)
+        config, model = run.config, _model(run)
         if "quantize" in config.stages:
             preflight(model.config, config)  # refuses what would be refused after all this work
         dtype = storage_dtype(model.config, config.model.dtype)
         windows, held, leading = self._windows(run, model)
         hygiene.refuse_few("data", windows.tokens, self.least_tokens)
-        if dtype == torch.float16:
-            guards.refuse_large_weights(model.tensors)  # reads them all, so after the counting
         vocabulary = model.config.get_text_config().vocab_size
         tokens_diverge = hygiene.token_divergence(windows, held, vocabulary)
+        if dtype == torch.float16:
+            guards.refuse_large_weights(model.tensors)  # reads them all, so after the counting
         notes = hygiene.text_notes(windows, held, tokens_diverge)
         for note in notes:
             logger.info(f"  {note}")
-        kept = {"ids": windows.ids, "mask": windows.mask}
-        if self.written:
-            kept["written"] = written.write(
-                run.artifacts["dense"],
-                windows,
-                self.written,
-                leading=leading,
-                seed=config.data.seed,
-                work=run.work,
-                device=config.device,
-                trust_remote_code=config.model.trust_remote_code,
-            )
-        save_file(kept, out / WINDOWS)
-
-        streams = (
-            Stream("calibration", windows, picked_rows(windows.mask, self.rows)),
-            Stream("heldout", held, picked_rows(held.mask, 1)),
-        )
-        states = HiddenStates(run.work)
-        for stream in streams:
-            if stream.name not in states:
-                states.create(stream.name, _embed(model, stream.windows, self.batch))
-        processes.everywhere(self._through_blocks, run, streams, dtype, out)
-        states = HiddenStates(run.work)
+        self._keep_windows(run, windows, leading, out)
+        states = self._sent(run, model, windows, held, dtype, out)
 
         if run.original == run.artifacts["dense"]:
             perplexity = _keep_heldout(model, states, held, out)
@@ -150,6 +127,44 @@ class Calibrate:
             },
             "notes": notes + later,
         }
+
+    def _keep_windows(self, run: Run, windows: Windows, leading: list[int], out: Path) -> None:
+        """Write the windows for the stages that read them again, and those of the model's own."""
+        kept = {"ids": windows.ids, "mask": windows.mask}
+        if self.written:
+            kept["written"] = written.write(
+                run.artifacts["dense"],
+                windows,
+                self.written,
+                leading=leading,
+                seed=run.config.data.seed,
+                work=run.work,
+                device=run.config.device,
+                trust_remote_code=run.config.model.trust_remote_code,
+            )
+        save_file(kept, out / WINDOWS)
+
+    def _sent(
+        self,
+        run: Run,
+        model: BlockModel,
+        windows: Windows,
+        held: Windows,
+        dtype: torch.dtype,
+        out: Path,
+    ) -> HiddenStates:
+        """Send both texts through all blocks, whose statistics are written; what the last gave."""
+        streams = (
+            Stream("calibration", windows, picked_rows(windows.mask, self.rows)),
+            Stream("heldout", held, picked_rows(held.mask, 1)),
+        )
+        states = HiddenStates(run.work)
+        for stream in streams:
+            if stream.name not in states:
+                ids, mask = stream.windows.ids, stream.windows.mask
+                states.create(stream.name, model.embedded(ids, mask, self.batch))
+        processes.everywhere(self._through_blocks, run, streams, dtype, out)
+        return HiddenStates(run.work)
 
     @torch.no_grad()
     def _through_blocks(
@@ -250,11 +265,6 @@ def _model(run: Run) -> BlockModel:
         device=run.config.device,
         trust_remote_code=run.config.model.trust_remote_code,
     )
-
-
-def _embed(model: BlockModel, windows: Windows, batch: int) -> Iterator[Tensor]:
-    for ids, mask in zip(windows.ids.split(batch), windows.mask.split(batch), strict=True):
-        yield model.embed(ids.to(model.device), mask.to(model.device))
 
 
 def _keep_heldout(model: BlockModel, states: HiddenStates, held: Windows, out: Path) -> float:

@@ -99,12 +99,42 @@ class Quantize:
 
     @torch.no_grad()
     def run(self, run: Run, out: Path) -> dict[str, Any]:
-        dense, options = run.artifacts["dense"], run.config.model
-        statistics = run.artifacts["statistics"]
+        trusted = run.config.model.trust_remote_code
         model = BlockModel(
-            dense, device=run.config.device, trust_remote_code=options.trust_remote_code
+            run.artifacts["dense"], device=run.config.device, trust_remote_code=trusted
         )
-        dtype = storage_dtype(model.config, options.dtype)
+        dtype = storage_dtype(model.config, run.config.model.dtype)
+        specs, ignore, notes = self._chosen(run, model, dtype)
+        for note in notes:
+            logger.info(f"  {note}")
+        clock = Clock()
+        layers, first = self._blocks(run, model, specs, dtype, clock)
+        with clock.part("writing"):
+            _write(run, model, checkpoint.quantization_config(specs, ignore), dtype, out)
+        with clock.part("held-out"):
+            measured = heldout.distance(
+                out,
+                run.artifacts["statistics"],
+                device=run.config.device,
+                trust_remote_code=trusted,
+            )
+        logger.info(f"  held-out KL to the original {measured.kl:.4f}, top-1 {measured.top1:.1%}")
+        return {
+            "scheme": choices.scheme_of(specs),
+            "layers": [asdict(layer) for layer in layers],
+            "heldout_kl": {"before": _kl_before(run), "after": measured.kl},
+            "heldout": measured.asdict(),
+            "seconds_by_part": clock.seconds,
+            "went_on": first > 0,  # then these seconds are those of the last process alone
+            "notes": notes,
+        }
+
+    def _chosen(
+        self, run: Run, model: BlockModel, dtype: torch.dtype
+    ) -> tuple[dict[str, QuantSpec], list[str], list[str]]:
+        """How each quantized linear will be, by its full name; the names of those that stay in 16
+        bit; and what is to be said of it.
+        """
         chosen = preflight(model.config, run.config)
         if dtype == torch.float16 and run.config.budget is None:
             kept = guards.small_scales(model, chosen.quantize, chosen.spec)
@@ -112,27 +142,32 @@ class Quantize:
         specs, ignore = dict.fromkeys(chosen.quantize, chosen.spec), chosen.ignore
         notes = list(chosen.notes)
         if run.config.budget is not None:
-            specs = choices.read_assignment(statistics)
+            specs = choices.read_assignment(run.artifacts["statistics"])
             ignore = [name for name in (*chosen.quantize, *chosen.ignore) if name not in specs]
             notes = [f"mixed precision by the stage allocate, budget={run.config.budget}"]
         if dtype == torch.float16:
-            notes += guards.scaling_notes(model, statistics)
+            notes += guards.scaling_notes(model, run.artifacts["statistics"])
         if self.smooth and not knows(model.config):
             notes.append(f"no smoothing: blocks of {model.config.model_type} are not known to it")
-        for note in notes:
-            logger.info(f"  {note}")
+        return specs, ignore, notes
 
-        streams = None
-        if self.rounding != "nearest":
-            learned = self.rounding == "learned"
-            file = statistics / WINDOWS
-            streams = CalibrationStreams(model, file, run.work, self.batch, targets=learned)
+    def _blocks(
+        self,
+        run: Run,
+        model: BlockModel,
+        specs: dict[str, QuantSpec],
+        dtype: torch.dtype,
+        clock: Clock,
+    ) -> tuple[list[LayerReport], int]:
+        """Quantize the blocks that no earlier process has, into `run.work`: what was done to the
+        linears of all blocks, and the number of the first that was left.
+        """
+        statistics, streams = run.artifacts["statistics"], self._streams(run, model)
         done = [_restore(run.work, index) for index in range(len(model))]
         first = next((i for i, layers in enumerate(done) if layers is None), len(model))
         if streams is not None:
             first = min(first, streams.done)
         blocks = range(first, len(model))
-        clock = Clock()
         for index in progress(blocks, "quantize", "block", total=len(model), done=first):
             work = BlockWork(
                 model,
@@ -155,36 +190,31 @@ class Quantize:
                 if streams is not None:
                     streams.commit()
             done[index] = layers
+        return [layer for layers in done if layers for layer in layers], first
 
-        config = describe(dense)
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        config.pop("torch_dtype", None)
-        config["quantization_config"] = checkpoint.quantization_config(specs, ignore)
-        stored = {
-            name: ToWrite.stored(model.tensors.file_of[name], name, dtype)
-            for name in model.outside_names()
-        }
-        for file in (_block_file(run.work, index) for index in range(len(model))):
-            stored |= {name: ToWrite.stored(file, name) for name in tensor_names(file)}
-        with clock.part("writing"):
-            checkpoint.write(out, stored, config, dense)
-        with clock.part("held-out"):
-            measured = heldout.distance(
-                out,
-                statistics,
-                device=run.config.device,
-                trust_remote_code=options.trust_remote_code,
-            )
-        logger.info(f"  held-out KL to the original {measured.kl:.4f}, top-1 {measured.top1:.1%}")
-        return {
-            "scheme": choices.scheme_of(specs),
-            "layers": [asdict(layer) for layers in done if layers for layer in layers],
-            "heldout_kl": {"before": _kl_before(run), "after": measured.kl},
-            "heldout": measured.asdict(),
-            "seconds_by_part": clock.seconds,
-            "went_on": first > 0,  # then these seconds are those of the last process alone
-            "notes": notes,
-        }
+    def _streams(self, run: Run, model: BlockModel) -> CalibrationStreams | None:
+        """The calibration windows on their way through the blocks, where rounding needs them."""
+        if self.rounding == "nearest":
+            return None
+        file, learned = run.artifacts["statistics"] / WINDOWS, self.rounding == "learned"
+        return CalibrationStreams(model, file, run.work, self.batch, targets=learned)
+
+
+def _write(
+    run: Run, model: BlockModel, quantization: dict[str, Any], dtype: torch.dtype, out: Path
+) -> None:
+    """Write the checkpoint: the quantized blocks of `run.work`, and what lies outside of them."""
+    config = describe(model.folder)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    config["quantization_config"] = quantization
+    stored = {
+        name: ToWrite.stored(model.tensors.file_of[name], name, dtype)
+        for name in model.outside_names()
+    }
+    for file in (_block_file(run.work, index) for index in range(len(model))):
+        stored |= {name: ToWrite.stored(file, name) for name in tensor_names(file)}
+    checkpoint.write(out, stored, config, model.folder)
 
 
 def _kl_before(run: Run) -> float:
