@@ -156,7 +156,7 @@ class Sensitivity:
                 hessians.start(self.calibration.mask[rows].to(hidden.device))
                 calibration.states.write(CALIBRATION, rows, block(hidden, **call))
         factors: dict[str, Factor] = {}
-        for readers, hessian in hessians.means():  # in whose memory its factor comes to lie
+        for readers, hessian in hessians.means():  # whose memory its factor takes over
             found = factored(f"{readers[0]} of block {index}", hessian, "allocate")
             factors |= dict.fromkeys(readers, found)
         return factors
