@@ -16,7 +16,8 @@ from compress.qtensor import QTensor, QuantSpec
 class LayerReport:
     """What was done to a linear. error and error_rtn: |Y - Y'| / |Y| on the calibration rows,
     of what is kept and of plain rounding. smooth: strength of the smoothing of its input, if any.
-    clip: mean over its groups, 1 where nothing is cut.
+    clip: mean over its groups, 1 where nothing is cut. damping: what was added to the diagonal of
+    its Hessian, as a share of the mean; None without GPTQ.
     """
 
     name: str
@@ -24,6 +25,7 @@ class LayerReport:
     error_rtn: float
     smooth: float | None
     clip: float
+    damping: float | None = None
 
 
 def smooth_block(
@@ -131,9 +133,10 @@ def report_on(
     divided: Tensor | None,
     strength: float | None,
     dtype: torch.dtype,
+    damping: float | None = None,
 ) -> LayerReport:
     """Measure a rounded weight on `rows` [R, K]; weight [N, K]: as it was smoothed; error_rtn: by
-    `error_of_rtn`, before that.
+    `error_of_rtn`, before that; damping: of its Hessian, if there was one.
     """
     spec = quantized.spec
     inputs = rows.float() if divided is None else rows.float() / divided
@@ -145,6 +148,7 @@ def report_on(
         error_rtn=error_rtn,
         smooth=strength,
         clip=float((quantized.scales.float() / stored_scales(weight, spec, dtype).float()).mean()),
+        damping=damping,
     )
 
 

@@ -77,11 +77,11 @@ class BlockWork:
                 with self.clock.part("search"):
                     divided, strengths = smooth_block(block, found, local, specs, dtype)
             tensors, weights = {}, {f"{name}.weight" for name in specs}
-            for name, parameter in block.named_parameters():
+            for name, stored in block.state_dict().items():
                 if name not in weights:
-                    tensors[prefix + name] = cast(parameter, dtype)
-                    parameter.copy_(tensors[prefix + name])  # what comes next is made for this
-            rounded = self._round(block, specs, local, divided, streams)
+                    tensors[prefix + name] = cast(stored, dtype)
+                    stored.copy_(tensors[prefix + name])  # what comes next is made for this
+            rounded, dampings = self._round(block, specs, local, divided, streams)
             reports = []
             for name, weight in rounded.items():
                 tensors |= checkpoint.pack(prefix + name, weight)
@@ -96,6 +96,7 @@ class BlockWork:
                             divided.get(name),
                             strengths.get(name),
                             dtype,
+                            dampings.get(name),
                         )
                     )
             if streams is not None:
@@ -111,8 +112,10 @@ class BlockWork:
         statistics: Mapping[str, Tensor],
         divided: Mapping[str, Tensor],
         streams: CalibrationStreams | None,
-    ) -> dict[str, QTensor]:
-        """The integers of every linear in `specs`, by its name in the block."""
+    ) -> tuple[dict[str, QTensor], dict[str, float]]:
+        """The integers of every linear in `specs`, by its name in the block, and by GPTQ the
+        dampings of their Hessians.
+        """
         dtype = self.dtype
         clips: dict[str, Tensor | float] = dict.fromkeys(specs, 1.0)
         if self.clip:
@@ -124,7 +127,7 @@ class BlockWork:
             return self._gptq(block, specs, clips, streams)
         with self.clock.part("rounding"):
             rounded = {n: rtn(weight_of(block, n), s, dtype, clips[n]) for n, s in specs.items()}
-        return rounded if streams is None else self._learned(block, rounded, streams)
+        return rounded if streams is None else self._learned(block, rounded, streams), {}
 
     def _gptq(
         self,
@@ -132,19 +135,21 @@ class BlockWork:
         specs: Mapping[str, QuantSpec],
         clips: Mapping[str, Tensor | float],
         streams: CalibrationStreams,
-    ) -> dict[str, QTensor]:
+    ) -> tuple[dict[str, QTensor], dict[str, float]]:
         rounded: dict[str, QTensor] = {}
+        dampings: dict[str, float] = {}
         with self.clock.part("Hessians"):
             hessians = streams.hessians(block, self.index, list(specs))
         while hessians:
             names, hessian = hessians.pop(0)
             with self.clock.part("factors"):
                 found = factored(f"{names[0]} of block {self.index}", hessian, "quantize")
-            del hessian  # 485 MB for the down_proj of a 7B
             for n in names:
+                dampings[n] = found.damping
                 with self.clock.part("rounding"):
                     rounded[n] = gptq(weight_of(block, n), found, specs[n], self.dtype, clips[n])
-        return rounded
+            del hessian, found  # one storage, 485 MB for the down_proj of a 7B
+        return rounded, dampings
 
     def _learned(
         self, block: nn.Module, rounded: dict[str, QTensor], streams: CalibrationStreams

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compress import guards, pipeline
+from compress.algorithms.gptq import Factor
+from compress.blocks import hessians
 from compress.config import Config
 from compress.errors import UserError
 from compress.model import BlockModel
@@ -125,3 +128,22 @@ def test_what_cannot_be_ends_before_anything_is_computed(
     monkeypatch.setattr(guards, "refuse_large_weights", never)  # reads all weights
     with pytest.raises(UserError, match=told):
         pipeline.run(small("stages=[calibrate,quantize]", *settings))
+
+
+def test_hessians_that_are_damped_by_more_are_named_in_the_log_and_the_manifest(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factor = hessians.factor
+
+    def stubborn(hessian: Tensor) -> Factor:
+        found = factor(hessian)
+        return replace(found, damping=0.1) if len(found.order) > 128 else found
+
+    monkeypatch.setattr(hessians, "factor", stubborn)
+    out = pipeline.run(small("stages=[calibrate,quantize]", "quantize=w4a16"))
+    done = metrics(out, "quantize")
+    by_kind = {layer["name"].rpartition(".")[2]: layer["damping"] for layer in done["layers"]}
+    assert by_kind == {"o_proj": 0.01, "gate_proj": 0.01, "up_proj": 0.01, "down_proj": 0.1}
+    told = "4 linears with a Hessian that had to be damped by more than 0.01 of its mean diagonal"
+    assert sum(note.startswith(told) for note in done["notes"]) == 1
+    assert told in (out / "log.txt").read_text()
