@@ -114,8 +114,8 @@ def clip_of(
 
     It is judged on inputs as they will be served, so that it need not fit what is lost.
     """
-    inputs = rows.float() if divided is None else rows.float() / divided
-    return search_clip(weight, even_rows(fake_quantize(inputs, spec), [weight]), spec, dtype)
+    inputs = fake_quantize(_smoothed(rows, divided), spec)
+    return search_clip(weight, even_rows(inputs, [weight]), spec, dtype)
 
 
 def error_of_rtn(weight: Tensor, rows: Tensor, spec: QuantSpec, dtype: torch.dtype) -> float:
@@ -139,7 +139,7 @@ def report_on(
     `error_of_rtn`, before that; damping: of its Hessian, if there was one.
     """
     spec = quantized.spec
-    inputs = rows.float() if divided is None else rows.float() / divided
+    inputs = _smoothed(rows, divided)
     kept = fake_quantize(inputs, spec) @ quantized.dequantize().T
     return LayerReport(
         name=name,
@@ -160,6 +160,11 @@ def even_rows(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """
     outputs = torch.stack([(rows.float() @ w.float().T).square().sum(-1) for w in weights]).sum(0)
     return rows.float() / outputs.sqrt().clamp_min(1e-6).unsqueeze(-1)
+
+
+def _smoothed(rows: Tensor, divided: Tensor | None) -> Tensor:
+    """Inputs [R, K] as smoothing leaves them."""
+    return rows.float() if divided is None else rows.float() / divided
 
 
 def _relative(wanted: Tensor, found: Tensor) -> float:

@@ -79,17 +79,6 @@ def test_padding_enters_no_statistic(
     assert int(padded["model.layers.1.mlp.down_proj.tokens"]) == sum(lengths)
 
 
-@pytest.mark.parametrize(
-    ("windows", "rows", "firsts"), [(128, 256, 16), (32, 256, 16), (16, 256, 16), (4, 256, 4)]
-)
-def test_of_the_rows_that_are_kept_few_are_of_first_tokens(
-    windows: int, rows: int, firsts: int
-) -> None:
-    pick = picked_rows(torch.ones(windows, 64), rows)
-    assert pick.numel() == rows
-    assert int((pick == 0).sum()) == firsts
-
-
 @torch.no_grad()
 def test_outliers_are_those_of_their_own_token() -> None:
     linear = torch.nn.Linear(64, 1, bias=False)
