@@ -1,10 +1,12 @@
 """What this runs on, and how much memory it takes."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import platform
 import resource
+import sys
 import threading
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -93,6 +95,17 @@ def release_memory() -> None:
     """Give back the GPU memory of models that are gone, for other processes and the free count."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def trim_heap() -> None:
+    """Give the free pages of the heap back to the system, where the C library can (glibc).
+
+    Tensors below 32 MB that come and go block after block leave it in pieces, and a process grows
+    with the number of blocks: docs/log.md.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def packages() -> dict[str, str]:

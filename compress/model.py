@@ -19,6 +19,7 @@ from compress import soundness, unknown
 from compress.blocks.head import Head
 from compress.blocks.structure import knows, stored_name
 from compress.errors import UserError
+from compress.machine import trim_heap
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import assign, swap_linears, take_quantization
 from compress.tensors import TensorFiles
@@ -114,6 +115,7 @@ class BlockModel:
             for module in block.modules():
                 if isinstance(module, QuantLinear):
                     module.forget()  # its kernel holds the weight too
+            trim_heap()
 
     def outside_names(self) -> Iterator[str]:
         """Names of the tensors outside the blocks, as stored; a tied head is left out, and so is
