@@ -23,17 +23,18 @@ CHANNELS = 2048
 
 
 def smoothing_scales(
-    activations: Tensor, weights: Tensor, strength: float, spec: QuantSpec
+    activations: Tensor, largest: Tensor, strength: float, spec: QuantSpec
 ) -> Tensor:
     """Scales s [K] by which inputs are divided and weights multiplied, with geometric mean 1.
 
     activations: a size [K] of each input channel: relative to its token where activations are
     quantized (SmoothQuant takes the absolute maximum, which a few tokens of a thousandfold size
-    decide alone), its mean absolute otherwise. weights: the largest [K] of each input channel.
+    decide alone), its mean absolute otherwise. largest: the largest weight [K] of each
+    input channel, absolute.
     """
     size = activations.float().clamp_min(1e-5)
     if spec.activation_bits is not None:
-        scales = size.pow(strength) / weights.clamp_min(1e-5).pow(1 - strength)
+        scales = size.pow(strength) / largest.clamp_min(1e-5).pow(1 - strength)
     else:
         scales = size.pow(strength)
     return scales / scales.log().mean().exp()
