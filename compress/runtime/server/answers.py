@@ -21,14 +21,15 @@ from compress.runtime.server.sampling import Sampling
 from compress.runtime.server.text import Decoder, Stop
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Served:
     """A checkpoint as it is served.
 
     vocabulary: rows of the embedding. prompt_tokens, new_tokens: the most that a request may bring,
     and ask for. context: what the model holds of both together, and the KV cache of one request.
     overlong: what becomes of a prompt that is longer, one of overlong.RULES.
-    defaults: how the checkpoint's own generation config draws tokens.
+    defaults: how the checkpoint's own generation config draws tokens. unanswered: requests that
+    came and whose answer has not begun.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Served:
     new_tokens: int
     overlong: str = REFUSE
     created: int = field(default_factory=lambda: int(time.time()))
+    unanswered: int = 0
 
 
 @dataclass

@@ -42,11 +42,18 @@ def build(served: Served, api_key: str | None) -> Starlette:
 
         return open_if_known
 
+    async def answered(request: Request, form: Form, kind: type[Common]) -> Response:
+        served.unanswered += 1
+        try:
+            return await _answer(served, request, form, kind)
+        finally:
+            served.unanswered -= 1
+
     async def chat(request: Request) -> Response:
-        return await _answer(served, request, CHAT, Chat)
+        return await answered(request, CHAT, Chat)
 
     async def completion(request: Request) -> Response:
-        return await _answer(served, request, TEXT, Completion)
+        return await answered(request, TEXT, Completion)
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(served)]})
