@@ -26,8 +26,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from compress.checkpoint import group_specs
 from compress.machine import hardware
+from compress.quantization_config import group_specs
 from compress.runtime.generate import chat_prompt, encode
 
 HERE = Path(__file__).parent

@@ -24,11 +24,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from compress import engines, source
 from compress.artifact import fingerprint, write_json, write_text
 from compress.blocks.structure import head_names
-from compress.checkpoint import read_quantization_config
 from compress.engines import Preflight
 from compress.eval import fidelity
 from compress.model import linear_shapes, skeleton
 from compress.qtensor import QuantSpec
+from compress.quantization_config import read_quantization_config
 from compress.source import read_config
 from compress.stages.calibrate import Calibrate
 from compress.stages.export import Export

@@ -26,12 +26,12 @@ import torch
 from transformers import PreTrainedModel
 
 from compress.artifact import write_json
-from compress.checkpoint import read_quantization_config
 from compress.machine import PeakMemory, hardware, high_water, packages
 from compress.planning.memory import Weights, needed, weights_of
 from compress.planning.probe import measure_cpu, small_step
 from compress.planning.shape import Shape, read_model, shape_of
 from compress.planning.timing import Clock
+from compress.quantization_config import read_quantization_config
 from compress.runtime.cache import make_cache
 from compress.runtime.loader import load
 from compress.source import describe

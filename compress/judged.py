@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint import group_specs
 from compress.errors import UserError
+from compress.quantization_config import group_specs
 from compress.sizes import tensor_elements
 from compress.source import describe
 from compress.tensors import TensorFiles

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from compress.blocks.structure import model_name
-from compress.checkpoint import read_quantization_config
 from compress.errors import UserError
 from compress.kernels.backend import pick_backend
+from compress.quantization_config import read_quantization_config
 from compress.runtime import attention
 from compress.runtime.fused import fuse
 from compress.runtime.linear import QuantLinear

@@ -24,6 +24,7 @@ from compress.log import logger, progress
 from compress.model import BlockModel, storage_dtype
 from compress.preflight import preflight
 from compress.qtensor import QuantSpec
+from compress.quantization_config import quantization_config
 from compress.report.words import several
 from compress.source import describe
 from compress.stage import Run
@@ -115,7 +116,7 @@ class Quantize:
             notes.append(note)
             logger.info(f"  {note}")
         with clock.part("writing"):
-            _write(run, model, checkpoint.quantization_config(specs, ignore), dtype, out)
+            _write(run, model, quantization_config(specs, ignore), dtype, out)
         with clock.part("held-out"):
             measured = heldout.distance(
                 out,

@@ -19,6 +19,7 @@ from compress import checkpoint
 from compress.kernels.check import relative_error
 from compress.kernels.tiles import regime
 from compress.qtensor import QTensor, QuantSpec, quantize
+from compress.quantization_config import quantization_config
 from compress.runtime.fused import GatedMlp
 from compress.runtime.generate import generate
 from compress.runtime.loader import load
@@ -59,7 +60,7 @@ def quantized(source: Path, folder: Path, spec: QuantSpec, kept: tuple[str, ...]
     save_file(stored, folder / WEIGHTS, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config |= {"dtype": "bfloat16"}
-    config["quantization_config"] = checkpoint.quantization_config(specs, ignore)
+    config["quantization_config"] = quantization_config(specs, ignore)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn.functional import one_hot
 from transformers import PreTrainedTokenizerFast
 
-from compress import checkpoint
 from compress.engines import Preflight
 from compress.eval import fidelity
 from compress.eval.items import Item
 from compress.qtensor import QuantSpec
+from compress.quantization_config import quantization_config
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts that stand beside each other, no package
@@ -61,7 +61,7 @@ def test_a_checkpoint_that_quantizes_other_linears_is_not_compared(tmp_path):
 
     def write(spec: QuantSpec, ignore: list[str]) -> None:
         specs = {name: spec for name in (*chosen.quantize, *chosen.ignore) if name not in ignore}
-        config = {"quantization_config": checkpoint.quantization_config(specs, ignore)}
+        config = {"quantization_config": quantization_config(specs, ignore)}
         (tmp_path / "config.json").write_text(json.dumps(config))
 
     write(spec, chosen.ignore)

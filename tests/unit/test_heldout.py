@@ -15,6 +15,7 @@ from compress.algorithms.rtn import rtn
 from compress.blocks import head
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
+from compress.quantization_config import quantization_config
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import load
 from compress.tensors import write_stream
@@ -41,7 +42,7 @@ def mixed(family: str, folder: Path) -> dict[str, QuantSpec]:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     ignore = [name for name in linears if name not in specs]
-    config["quantization_config"] = checkpoint.quantization_config(specs, ignore)
+    config["quantization_config"] = quantization_config(specs, ignore)
     (folder / "config.json").write_text(json.dumps(config))
     return specs
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from compress import checkpoint
 from compress.errors import UserError
 from compress.qtensor import QTensor, QuantSpec, quantize
+from compress.quantization_config import quantization_config
 from compress.runtime.attention import in_words
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import load
@@ -43,7 +44,7 @@ def quantized(source: Path, folder: Path, spec: QuantSpec) -> dict[str, Tensor]:
             stored[name] = tensor
             plain[name] = tensor.float()
     save_file(stored, folder / WEIGHTS, {"format": "pt"})
-    change_config(folder, quantization_config=checkpoint.quantization_config({"any": spec}, ignore))
+    change_config(folder, quantization_config=quantization_config({"any": spec}, ignore))
     return plain
 
 

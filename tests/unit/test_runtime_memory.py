@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from compress import checkpoint
 from compress.qtensor import QuantSpec
+from compress.quantization_config import quantization_config
 from compress.runtime.loader import build_empty
 
 LOAD = """
@@ -46,7 +46,7 @@ def made(folder: Path, spec: QuantSpec) -> dict[str, Tensor]:
         dtype="bfloat16",
     )
     kept = [f"model.layers.{i}.self_attn.{n}_proj" for i in range(16) for n in "qkv"]
-    quantization = checkpoint.quantization_config({"any": spec}, ["lm_head", *kept])
+    quantization = quantization_config({"any": spec}, ["lm_head", *kept])
     written = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     written["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(written))
