@@ -11,8 +11,14 @@ from torch import Tensor
 
 @triton.jit
 def store_quantized(x, q_ptr, scale_ptr, row, k, K):  # type: ignore[no-untyped-def]
-    """Quantize the float32 row `x`, zeros past K, and store its integers and scale."""
-    scale = tl.div_rn(tl.max(tl.abs(x), 0), 127.0)
+    """Quantize the float32 row `x`, zeros past K, and store its integers and scale.
+
+    Of a row that is not finite neither is the scale, so that it shows; its integers are any.
+    """
+    # The bits of magnitudes are ordered as the magnitudes, with NaN above all: the largest float
+    # would leave it out.
+    peak = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)
+    scale = tl.div_rn(peak.to(tl.float32, bitcast=True), 127.0)
     divisor = tl.where(scale > 0, scale, 1.0)
     steps = tl.div_rn(x, tl.zeros_like(x) + divisor)
     # 1.5 * 2^23: adding it leaves no fraction bits, so the sum is rounded to the even integer.
@@ -71,7 +77,8 @@ def launch(k: int) -> dict[str, int]:
 
 
 def _empty(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    scale_M1 = torch.empty((len(x_MK), 1), dtype=torch.float32, device=x_MK.device)
+    # Not len(), which is a Python integer: a compiler would compile for each number of tokens.
+    scale_M1 = torch.empty((x_MK.shape[0], 1), dtype=torch.float32, device=x_MK.device)
     return torch.empty(x_MK.shape, dtype=torch.int8, device=x_MK.device), scale_M1
 
 

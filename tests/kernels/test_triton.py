@@ -52,7 +52,7 @@ def python(*arguments: str, interpret: bool) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["parity", "faults", "generation"])
+@pytest.mark.parametrize("what", ["parity", "compiled", "faults", "generation"])
 def test_in_the_interpreter(what: str) -> None:
     file = str(Path(__file__).with_name(f"triton_{what}.py"))
     interpret = not torch.cuda.is_available()
