@@ -19,6 +19,8 @@ from compress.runtime.server.answers import Served
 from tests.unit.test_runtime import change_config, quantized
 
 NAME = "tiny"
+LONG = 300
+"""The most tokens that a request to `server` may ask for."""
 CLIENT: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -88,7 +90,7 @@ def running(settings: serve.Options, api_key: str | None = None) -> Iterator[Run
 def server(folder: Path) -> Iterator[Running]:
     """With room for 16 at once, and for two more that wait."""
     settings = serve.Options(
-        checkpoint=str(folder), device="cpu", running=16, waiting=2, kv_tokens=4096, new_tokens=300
+        checkpoint=str(folder), device="cpu", running=16, waiting=2, kv_tokens=4096, new_tokens=LONG
     )
     with running(settings) as here:
         yield here

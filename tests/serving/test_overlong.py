@@ -15,8 +15,8 @@ from compress.runtime.server.answers import begin
 from compress.runtime.server.errors import Refusal
 from compress.runtime.server.overlong import Message, cut, cut_chat
 from compress.runtime.server.protocol import Completion
+from tests.serving.asking import number
 from tests.serving.conftest import NAME, Running, running
-from tests.serving.test_server import number
 
 STORY = "One day, Tom went out to play with his red ball. " * 8
 ROOM = 40

@@ -159,6 +159,25 @@ def test_requests_that_are_given_up_leave_nothing_behind() -> None:
     assert asyncio.run(run()) <= 2  # of the last one
 
 
+def test_tokens_that_no_one_reads_do_not_pile_up() -> None:
+    async def run() -> list[list[int]]:
+        engine = Engine(small(sliding_window=None), [], Limits(running=1, waiting=1))
+        await engine.start()
+        try:
+            tokens = engine.tokens([3, 4, 5], 40)
+            first = await anext(tokens)
+            while engine._manager.output_router.result_handlers:
+                await asyncio.sleep(0.01)
+            again = [new async for new in engine.tokens([3, 4, 5], 40)]
+            return [first, *[new async for new in tokens], [t for new in again for t in new]]
+        finally:
+            await engine.stop()
+
+    first, rest, whole = asyncio.run(run())
+    assert first + rest == whole
+    assert len(whole) == 40
+
+
 def test_what_shows_at_the_first_token_is_told_in_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

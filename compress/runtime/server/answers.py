@@ -1,5 +1,6 @@
 """From a checked request to its answer: prompt, tokens, text, and OpenAI's JSON."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -185,14 +186,15 @@ def _sampling(own: GenerationConfig, body: Common) -> Sampling | None:
     return Sampling(temperature, top_k, top_p, seed)
 
 
-async def pieces(served: Served, answer: Answer) -> AsyncGenerator[str]:
+async def pieces(served: Served, answer: Answer, arrived: float) -> AsyncGenerator[str]:
     """The text as it comes; `answer` says at the end how it finished.
 
-    Raises Refusal where the queue is full or the engine stops. Leaving early gives up the request.
+    arrived: when the request did, by `time.perf_counter`. Raises Refusal where the queue is full or
+    the engine stops. Leaving early gives up the request.
     """
-    watch = Watch(served.metrics, len(answer.prompt), answer.cut)
+    watch = Watch(served.metrics, arrived, len(answer.prompt), answer.cut)
     decoder, stop = Decoder(served.tokenizer), Stop(answer.stops)
-    outcome = "abandoned"
+    outcome = "failed"
     try:
         made = served.engine.tokens(answer.prompt, answer.most, answer.sampling)
         async with aclosing(made):
@@ -213,7 +215,9 @@ async def pieces(served: Served, answer: Answer) -> AsyncGenerator[str]:
         outcome = "refused"
         raise busy() from error
     except EngineError as error:
-        outcome = "failed"
         raise stopping(str(error)) from error
+    except (GeneratorExit, asyncio.CancelledError):
+        outcome = "abandoned"
+        raise
     finally:
         watch.ended(outcome)

@@ -2,8 +2,9 @@
 
 import asyncio
 import hmac
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -89,15 +90,14 @@ def build(served: Served, api_key: str | None) -> Starlette:
 
 
 async def _answer(served: Served, request: Request, form: Form, kind: type[Common]) -> Response:
-    sent = await _body(request)
+    with _counted_if_invalid(served):
+        sent = await _body(request)
+    arrived = time.perf_counter()
     answers.refuse_if_full(served)
     # Of a long prompt JSON, chat template and tokens take seconds, which no stream is to wait for.
-    try:
+    with _counted_if_invalid(served):
         body, answer = await asyncio.to_thread(_begun, served, kind, sent)
-    except Refusal:
-        served.metrics.requests.labels("invalid").inc()
-        raise
-    pieces = answers.pieces(served, answer)
+    pieces = answers.pieces(served, answer, arrived)
     headers = {CUT: str(answer.cut)} if answer.cut else {}
     if not body.stream:
         text = await _unless_gone(request, _joined(pieces))
@@ -110,6 +110,15 @@ async def _answer(served: Served, request: Request, form: Form, kind: type[Commo
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache"} | headers,
     )
+
+
+@contextmanager
+def _counted_if_invalid(served: Served) -> Iterator[None]:
+    try:
+        yield
+    except Refusal:
+        served.metrics.requests.labels("invalid").inc()
+        raise
 
 
 def _begun(served: Served, kind: type[Common], sent: bytes) -> tuple[Common, Answer]:

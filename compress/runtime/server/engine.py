@@ -40,6 +40,11 @@ class Limits:
     kv_tokens: int = 16384
     batch_tokens: int = 4096
 
+    @property
+    def pages(self) -> int:
+        """Of the KV cache, whole ones."""
+        return -(-self.kv_tokens // PAGE)
+
     def __post_init__(self) -> None:
         least = {"running": 1, "waiting": 0, "kv_tokens": 2 * PAGE, "batch_tokens": self.running}
         problems = [
@@ -82,7 +87,7 @@ class Engine:
         self._names = (f"request-{i}" for i in itertools.count())
         config = ContinuousBatchingConfig(
             page_size=PAGE,
-            num_blocks=-(-limits.kv_tokens // PAGE),
+            num_blocks=limits.pages,
             max_batch_tokens=limits.batch_tokens,
             max_requests_per_batch=limits.running,
             auto_switch_to_flash=False,
@@ -162,6 +167,7 @@ class Engine:
         self, prompt: list[int], most: int, sampling: Sampling | None = None
     ) -> AsyncGenerator[list[int]]:
         """New token ids as they come, at most `most`, the end token included; greedy by default.
+        Those that came while no one read come together.
 
         Leaving the iteration early gives up the request and frees its part of the cache. Raises
         QueueFullError at once, EngineError later.
@@ -172,7 +178,14 @@ class Engine:
             raise QueueFullError
         name = next(self._names)
         outputs: asyncio.Queue[GenerationOutput] = asyncio.Queue()
-        self._manager.register_result_handler(name, outputs.put_nowait)
+
+        def came(output: GenerationOutput) -> None:
+            # It has all tokens so far: of what a slow reader leaves lying, the newest is enough.
+            if not outputs.empty():
+                outputs.get_nowait()
+            outputs.put_nowait(output)
+
+        self._manager.register_result_handler(name, came)
         self._in_flight += 1
         finished = False
         try:
@@ -190,11 +203,11 @@ class Engine:
             while not finished:
                 output = await outputs.get()
                 finished = output.is_finished()
-                if output.error is not None:
-                    raise EngineError(output.error)
                 new, seen = output.generated_tokens[seen:], len(output.generated_tokens)
                 if new:
                     yield new
+                if output.error is not None:
+                    raise EngineError(output.error)
         finally:
             self._in_flight -= 1
             if not finished:

@@ -4,7 +4,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from compress.runtime.server.engine import Engine
+from compress.runtime.server.engine import PAGE, Engine
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 ANSWERED = ("stop", "length")
@@ -38,7 +38,7 @@ class Metrics:
             lambda: engine.kv_tokens_most
         )
         gauge("kv_tokens_capacity", "tokens that the KV cache has room for").set(
-            engine.limits.kv_tokens
+            engine.limits.pages * PAGE
         )
         self.prompt_tokens = counter("prompt_tokens", "tokens of prompts that were read")
         self.cut_tokens = counter("prompt_tokens_cut", "tokens cut from prompts that were too long")
@@ -54,12 +54,13 @@ class Metrics:
 
 
 class Watch:
-    """Times one request."""
+    """Times one request, which arrived at that second of `time.perf_counter`."""
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int, cut_tokens: int) -> None:
-        self._metrics = metrics
+    def __init__(
+        self, metrics: Metrics, arrived: float, prompt_tokens: int, cut_tokens: int
+    ) -> None:
+        self._metrics, self._arrived = metrics, arrived
         self._prompt_tokens, self._cut_tokens = prompt_tokens, cut_tokens
-        self._begun = time.perf_counter()
         self._last: float | None = None
 
     def came(self, tokens: int) -> None:
@@ -68,14 +69,15 @@ class Watch:
         if self._last is None:
             self._metrics.prompt_tokens.inc(self._prompt_tokens)
             self._metrics.cut_tokens.inc(self._cut_tokens)
-            self._metrics.ttft.observe(now - self._begun)
+            self._metrics.ttft.observe(now - self._arrived)
         else:
-            self._metrics.tpot.observe((now - self._last) / tokens)
+            for _ in range(tokens):
+                self._metrics.tpot.observe((now - self._last) / tokens)
         self._last = now
         self._metrics.new_tokens.inc(tokens)
 
     def ended(self, outcome: str) -> None:
         """The request is over: `stop`, `length`, `abandoned`, `refused` or `failed`."""
         if outcome in ANSWERED:
-            self._metrics.whole.observe(time.perf_counter() - self._begun)
+            self._metrics.whole.observe(time.perf_counter() - self._arrived)
         self._metrics.requests.labels(outcome).inc()

@@ -1,0 +1,43 @@
+"""What tests ask a running server, by the official client and without."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from openai import OpenAI
+
+from tests.serving.conftest import NAME, Running
+
+
+def complete(client: OpenAI, prompt: Any, **fields: Any) -> Any:
+    return client.completions.create(
+        model=NAME, prompt=prompt, **({"temperature": 0, "max_tokens": 24} | fields)
+    )
+
+
+def raw(server: Running, body: bytes, path: str = "/v1/completions") -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", body)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def number(server: Running, name: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    (value,) = [line.split()[-1] for line in lines if line.startswith(f"compress_{name} ")]
+    return float(value)
+
+
+def counted(server: Running, outcome: str) -> float:
+    """Requests that ended so."""
+    (family,) = server.served.metrics.requests.collect()
+    return sum(
+        sample.value
+        for sample in family.samples
+        if sample.name.endswith("_total") and sample.labels["outcome"] == outcome
+    )
