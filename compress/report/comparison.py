@@ -43,15 +43,15 @@ def _read(folder: Path) -> Report:
     file = folder / "report.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or "faults" not in found:
-            raise ValueError("written before faults were named")
+        if not isinstance(found, dict) or "tiles" not in found:
+            raise ValueError("written before it held all that its page shows")
     except OSError as error:
         raise UserError(
             f"{folder}: no report.json; wanted the folder of a run that ended with its report"
         ) from error
     except ValueError as error:
         raise UserError(
-            f"{file}: not a report of this version; make it again with force=[score]"
+            f"{file}: not a report of this version; make it again with force=[report]"
         ) from error
     return found
 
@@ -85,6 +85,7 @@ def _original(reports: Sequence[Report]) -> Row:
         "ppl": close["ppl"]["before"] if close else None,
         **_speed(latency and latency["before"]),
         "tasks": tasks,
+        "changes": {},
         "gate_broken": [],
         "faults": [],
         "seconds": None,
@@ -106,6 +107,7 @@ def _row(name: str, folder: Path, report: Report) -> Row:
         "ppl": close["ppl"]["after"] if close else None,
         **_speed((report["latency"] or {}).get("after")),
         "tasks": {label(task): task["after"] for task in report["tasks"]},
+        "changes": {label(task): task["change"] for task in report["tasks"]},
         "gate_broken": (report["gate"] or {}).get("broken", []),
         "faults": [fault["name"] for fault in report["faults"]],
         "seconds": sum(stage["seconds"] for stage in report["stages"]),

@@ -13,7 +13,9 @@ from hydra.core.hydra_config import HydraConfig
 from compress import judged, machine
 from compress.eval import gate
 from compress.quoting import typed
+from compress.report import tasks
 from compress.report.ledger import UNKNOWN, Terms, ledger
+from compress.report.tiles import tiles
 from compress.report.verdict import verdict
 from compress.stage import Run
 
@@ -45,7 +47,7 @@ def figures(run: Run, terms: Terms = UNKNOWN) -> dict[str, Any]:
         "bytes": _bytes(plan, export),
         "bits_per_weight": _bits(plan, export),
         "fidelity": score["fidelity"] if score else None,
-        "tasks": score["tasks"] if score else [],
+        "tasks": [tasks.told(row) for row in score["tasks"]] if score else [],
         "drift": score["drift"] if score else [],
         "faults": score["faults"] if score else [],
         "blocks": score["blocks"] if score else None,
@@ -66,7 +68,7 @@ def figures(run: Run, terms: Terms = UNKNOWN) -> dict[str, Any]:
     not_finite: list[str] = []
     found = _finite(found, "", not_finite)
     found["not_finite"] = not_finite
-    return {**found, "verdict": verdict(found)}
+    return {**found, "tiles": tiles(found), "verdict": verdict(found)}
 
 
 def command(config: Any) -> str:
@@ -103,12 +105,13 @@ def _gate(limits: gate.Gate, score: Mapping[str, Any] | None) -> dict[str, Any] 
 def _bytes(plan: Mapping[str, Any] | None, export: Mapping[str, Any] | None) -> dict[str, Any]:
     """Weights before as planned; after as written to disk where the export ran."""
     parts = plan["bytes"] if plan else None
-    after = parts["after"]["total"] if parts else None
+    after = parts["after"] if parts else {"total": None}
     return {
         "before": parts["before"]["total"] if parts else None,
-        "after": export["bytes"] if export else after,
+        "after": export["bytes"] if export else after["total"],
         "measured": export is not None,
         "by_part": parts,
+        "shares": {part: size / after["total"] for part, size in after.items()} if parts else None,
     }
 
 

@@ -21,11 +21,10 @@ def _perplexities(extend: Mapping[str, Any]) -> Markup:
     if not extend.get("short_ppl"):
         return Markup("")
     long, short = ([extend[key][when] for when in STATES] for key in ("ppl", "short_ppl"))
-    rose = words.percent(short[1] / short[0] - 1, 2)
     return Markup(
         "<p>Perplexity of the same held-out text: read in whole new windows {} unscaled and {} as "
-        "shipped, in windows of the old length {} and {} ({} more).</p>"
-    ).format(*(words.significant(x, 4) for x in (*long, *short)), rose)
+        "shipped, in windows of the old length {} and {}.</p>"
+    ).format(*(words.significant(x, 4) for x in (*long, *short)))
 
 
 def _maps(extend: Mapping[str, Any]) -> Markup:

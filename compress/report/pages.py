@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from compress.report import charts, length, words
 from compress.report.diff import word_diff
-from compress.report.tasks import change, label, unseen_loss
+from compress.report.tasks import label
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -109,9 +109,7 @@ def _environment(escape: bool) -> Environment:
         charts=charts,
         length=length,
         words=words,
-        change=change,
         label=label,
-        unseen_loss=unseen_loss,
         word_diff=word_diff,
         fields=fields,
         kinds=kinds,

@@ -41,6 +41,18 @@ def unseen_loss(task: Task) -> float | None:
     return min(task["before"], 100 * (1 - 0.05 ** (1 / task["n"])))
 
 
+def told(task: Task) -> dict[str, Any]:
+    """The record of a task with what the pages say of it: `difference` in points, `change`, and
+    `unseen_loss`.
+    """
+    return {
+        **task,
+        "difference": task["after"] - task["before"],
+        "change": change(task),
+        "unseen_loss": unseen_loss(task),
+    }
+
+
 def label(task: Task) -> str:
     """`short answers, exact match`."""
     return f"{task['name']}, {task['metric']}".replace("_", " ")

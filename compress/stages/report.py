@@ -27,7 +27,7 @@ class Report:
     """
 
     name: ClassVar[str] = "report"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     needs: ClassVar[tuple[str, ...]] = ("manifests",)
     gives: ClassVar[str | None] = None
     shares: ClassVar[tuple[str, ...]] = ("gate",)

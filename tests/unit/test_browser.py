@@ -1,5 +1,6 @@
 """The pages in a real browser: wide and narrow, printed, silent, and with no network."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from browser import CHROMIUM, WIDTHS, measure, show
 from report_run import fixture
 from transformers import AutoConfig
 
+from compress import compare
 from compress.planning.advice import advice
 from compress.planning.devices import GPUS
 from compress.planning.page import page as plan_page
@@ -33,7 +35,15 @@ def plan(folder: Path) -> str:
     return plan_page({**found, "advice": advice(found), "command": "python -m compress.plan"})
 
 
-@pytest.mark.parametrize("make", [report, plan])
+def comparison(folder: Path) -> str:
+    for name in ("w8a8", "a_run_with_a_name_as_long_as_sweeps_give"):
+        (folder / name).mkdir()
+        found = figures(fixture(folder / name))
+        (folder / name / "report.json").write_text(json.dumps(found))
+    return compare.write(sorted(folder.iterdir())).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("make", [report, plan, comparison])
 def test_a_page_fits_its_window_asks_nobody_and_prints(
     make: Callable[[Path], str], tmp_path: Path
 ) -> None:

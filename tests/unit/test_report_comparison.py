@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from report_run import Tags, fixture
+from shown import unfounded
 
 from compress import compare
 from compress.errors import UserError
@@ -104,7 +105,10 @@ def test_the_page_is_whole_and_shows_the_figures(runs: list[Path], tmp_path: Pat
     ):
         assert wanted in shown, wanted
     assert text.count('r="3.5"') == 6  # three runs in two plots
-    assert json.loads((tmp_path / "sweep" / "comparison.json").read_text()) == comparison(runs)
+    data = json.loads((tmp_path / "sweep" / "comparison.json").read_text())
+    assert data == comparison(runs)
+    assert unfounded(text, data, said="1 2 3") == []
+    assert text.count('<td class="n bad">52.5</td>') == 3  # each loses what its answers can show
 
 
 def test_what_is_no_run_is_told(runs: list[Path], tmp_path: Path) -> None:

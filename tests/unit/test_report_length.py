@@ -33,7 +33,7 @@ def test_the_page_shows_the_maps_and_what_the_old_window_pays(tmp_path: Path) ->
     assert tags.open == []
     shown = " ".join("".join(tags.words).split())
     assert "whole new windows 96.20 unscaled and 18.10 as shipped" in shown
-    assert "in windows of the old length 18.70 and 18.80 (0.53% more)" in shown
+    assert "in windows of the old length 18.70 and 18.80." in shown
     assert "8,192 (old window)" in shown
     assert "one of several in the same text, as shipped" in shown
 

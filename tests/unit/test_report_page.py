@@ -2,12 +2,14 @@
 
 import csv
 import io
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from report_run import EVIL, STAGES, Tags, fixture
+from shown import unfounded
 
 from compress.report import words
 from compress.report.figures import figures
@@ -185,3 +187,40 @@ def test_page_weighs_what_the_run_cost_against_what_serving_saves(run: SimpleNam
 def _words(html: str) -> str:
     """What a person reads of it, blanks as one."""
     return " ".join(re.sub(r"<[^>]+>", "", html).replace("&nbsp;", " ").split())
+
+
+SENTENCES = "float16 holds up to 65,504; scores from 0 to 100; the whole is 100%; at 95%"
+"""Numbers of the page's own sentences, which are measured nowhere."""
+
+
+def test_every_figure_of_the_page_is_in_the_data(run: SimpleNamespace) -> None:
+    found = figures(run, Terms(requests=1_000_000, price=2.0, price_after=0.7, currency="EUR"))
+    data = json.loads(json.dumps(found))
+    assert unfounded(page(data), data, said=SENTENCES) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("fidelity", "kl"), 0.71717),
+        (("latency", "after", "ttft_ms", "p99"), 731.77),
+        (("tasks", 0, "difference"), -13.7),
+        (("tasks", 0, "unseen_loss"), 7393.0),
+        (("bytes", "shares", "mlp"), 0.7173),
+        (("stages", 2, "peak_rss_bytes"), 7_370_000_000),
+        (("ledger", "spent", "making", "money"), 7373.0),
+        (("extend", "ppl", "after"), 73.73),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_a_figure_that_the_data_lack_is_found_on_the_page(
+    run: SimpleNamespace, place: tuple[str | int, ...], value: float
+) -> None:
+    found = figures(run, Terms(requests=1_000_000, price=2.0))
+    shown = json.loads(json.dumps(found))
+    *outer, last = place
+    part = shown
+    for name in outer:
+        part = part[name]
+    part[last] = value
+    assert unfounded(page(shown), found, said=SENTENCES)
