@@ -16,13 +16,16 @@ STAGES = ("plan", "shrink", "calibrate", "allocate", "quantize", "distill", "ext
 Metrics = Mapping[str, Mapping[str, Any]]
 
 
-def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
+def model_card(
+    recipe: str, model: str, metrics_by_stage: Metrics, report: Mapping[str, Any] | None = None
+) -> str:
     """The card of a checkpoint made by `recipe` from `model` (a hub id, or a path).
 
     `metrics_by_stage` maps the stages that ran (plan, calibrate, allocate, quantize, ..., score)
-    to their figures; a part of the card whose stage did not run is left out. The text holds no
-    time, date or path of this machine: equal inputs give equal bytes, as the rest of the
-    checkpoint does.
+    to their figures; a part of the card whose stage did not run is left out. Without `report` the
+    text holds no time, date or path of this machine: equal inputs give equal bytes, as the rest of
+    the checkpoint does. report: the contents of report.json, of which the card then has the sizes,
+    the verdict, and the speed with the machine that it was measured on.
     """
     stages = {name: metrics_by_stage.get(name) for name in STAGES}
     name = model_name(model)
@@ -38,7 +41,9 @@ def model_card(recipe: str, model: str, metrics_by_stage: Metrics) -> str:
         fused=not _mixed_qkv(stages["plan"]),
         activations_quantized=scheme.startswith("W8A8"),
         extended=bool((stages["extend"] or {}).get("method")),
-        **_size_after(stages),
+        **_size_after(stages, report),
+        report=report,
+        words=words,
         python_docs=(stages["calibrate"] or {}).get("source") == PYTHON_DOCS,
         **stages,
     )
@@ -63,8 +68,14 @@ def _scheme(stages: Mapping[str, Mapping[str, Any] | None]) -> str:
     return "16 bit"
 
 
-def _size_after(stages: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Bytes of the weights and bits a weight: as allocate chose where it did, else as planned."""
+def _size_after(
+    stages: Mapping[str, Mapping[str, Any] | None], report: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Bytes of the weights and bits a weight: as the report has them; before there is one, as
+    allocate chose where it did, else as planned.
+    """
+    if report is not None:
+        return {"after": report["bytes"]["after"], "bits": report["bits_per_weight"]}
     plan, chosen = stages["plan"], stages["allocate"]
     if plan is None:
         return {}

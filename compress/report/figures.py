@@ -105,13 +105,13 @@ def _gate(limits: gate.Gate, score: Mapping[str, Any] | None) -> dict[str, Any] 
 def _bytes(plan: Mapping[str, Any] | None, export: Mapping[str, Any] | None) -> dict[str, Any]:
     """Weights before as planned; after as written to disk where the export ran."""
     parts = plan["bytes"] if plan else None
-    after = parts["after"] if parts else {"total": None}
+    after: Mapping[str, Any] = parts["after"] if parts else {}
     return {
         "before": parts["before"]["total"] if parts else None,
-        "after": export["bytes"] if export else after["total"],
+        "after": export["bytes"] if export else after.get("total"),
         "measured": export is not None,
         "by_part": parts,
-        "shares": {part: size / after["total"] for part, size in after.items()} if parts else None,
+        "shares": {part: size / after["total"] for part, size in after.items()},
     }
 
 

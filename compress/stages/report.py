@@ -60,7 +60,8 @@ class Report:
         write_text(out / "report.outputs.csv", sheet(found["outputs"]))
         if run.config.checkpoint is None:
             scores = {"score": found} if found["fidelity"] else {}
-            write_text(out / CARD, model_card(found["recipe"], found["model"], {**found, **scores}))
+            card = model_card(found["recipe"], found["model"], {**found, **scores}, found)
+            write_text(out / CARD, card)
         return {"headline": found["verdict"]["headline"]}
 
     @property

@@ -1,9 +1,16 @@
 """The README.md of a checkpoint, from made-up figures."""
 
+from pathlib import Path
+
 import pytest
 import yaml
+from report_run import fixture
+from shown import unfounded
 
 from compress.report.card import is_hub_id, model_card, model_name
+from compress.report.figures import figures
+from compress.report.words import significant, size
+from compress.stages.report import Report
 from compress.text.documents import PYTHON_DOCS
 
 QUANTIZED = [f"model.layers.{i}.{n}" for i in range(2) for n in ("mlp.up_proj", "mlp.down_proj")]
@@ -92,7 +99,28 @@ def test_card_with_scores() -> None:
     assert "KL 0.0124 nats a token, the same likeliest next token at 94.3%" in card
     assert "| short answers | contained | 60 | 55.0 | 53.2 | −1.8 (−5.0 to +1.5) |" in card
     assert "KL divergence to the original" not in card
-    assert "\nLatencies are in the report" in card
+    assert "\nOutputs side by side are in the report" in card
+
+
+def test_card_of_a_finished_run_has_the_figures_of_its_report(tmp_path: Path) -> None:
+    run = fixture(tmp_path)
+    run.config.score.gate.kl = 0.012
+    fault = {"name": "RoPE", "text": "The checkpoint's RoPE is wrong: factor is 2, should be 1."}
+    run.manifests["score"]["metrics"]["faults"] = [fault]
+    out = tmp_path / "out"
+    out.mkdir()
+    Report().run(run, out)
+    card, report = (out / "card.md").read_text(encoding="utf-8"), figures(run)
+    assert unfounded(card, report) == []
+    assert report["verdict"]["headline"] in card
+    for finding in report["verdict"]["findings"]:
+        assert f"- **{finding['about']}.** {finding['text']}\n" in card
+    assert f"- **Fault found: RoPE.** {fault['text']}" in card
+    assert "- **It fails the recipe's gate.** KL 0.0124" in card
+    assert (
+        f"{size(report['bytes']['after'])} after; {significant(report['bits_per_weight'])}" in card
+    )
+    assert "on Fixture CPU, 2 threads: 16 requests of 128 tokens and 64 new ones" in card
 
 
 def test_card_without_figures() -> None:
