@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from compress.eval import gate
 from compress.quoting import typed
 from compress.report import tasks
 from compress.report.ledger import UNKNOWN, Terms, ledger
+from compress.report.load import loads
 from compress.report.tiles import tiles
 from compress.report.verdict import verdict
 from compress.stage import Run
@@ -23,9 +24,9 @@ SECTIONS = ("plan", "shrink", "calibrate", "allocate", "quantize", "distill", "e
 """The stages whose figures are taken over whole, each under its own name."""
 
 
-def figures(run: Run, terms: Terms = UNKNOWN) -> dict[str, Any]:
-    """The contents of report.json, costs by these terms. A stage that did not run leaves None (or
-    an empty list).
+def figures(run: Run, terms: Terms = UNKNOWN, load: Sequence[str] = ()) -> dict[str, Any]:
+    """The contents of report.json, costs by these terms, with the loads in these folders. A stage
+    that did not run leaves None (or an empty list).
 
     A figure that is not finite becomes None, which JSON can hold, and is named in `not_finite`.
     """
@@ -54,9 +55,11 @@ def figures(run: Run, terms: Terms = UNKNOWN) -> dict[str, Any]:
         "gate": _gate(config.score.gate, score),
         "outputs": _outputs(run),
         "latency": dict(serve) if serve else None,
+        "loads": loads(load, _models(run)),
         **{name: metrics.get(name) for name in SECTIONS},
         **given,
         "stages": stages,
+        "seconds": sum(stage["seconds"] for stage in stages),
         "ledger": ledger(stages, metrics.get("distill"), serve, terms),
         "notes": _notes(metrics),
         "hardware": _where_measured(run.manifests, "hardware") or machine.hardware(),
@@ -85,6 +88,12 @@ def command(config: Any) -> str:
         words = [f"{name}={getattr(config, name)}" for name in names]
         words.insert(1, f"model.path={config.model.path}")
     return shlex.join(["python", "-m", "compress", *words])
+
+
+def _models(run: Run) -> dict[str, Path]:
+    """Where the models are that the report compares; `checkpoint` is in the run's own folder."""
+    places = {"original": "dense", "compressed": "checkpoint"}
+    return {name: run.artifacts[at] for name, at in places.items() if at in run.artifacts}
 
 
 def _folders(run: Run) -> tuple[Path, Path]:

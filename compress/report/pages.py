@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from compress.report import charts, length, words
+from compress.report import charts, length, load, words
 from compress.report.diff import word_diff
 from compress.report.tasks import label
 
@@ -108,6 +108,7 @@ def _environment(escape: bool) -> Environment:
     made.globals.update(
         charts=charts,
         length=length,
+        load=load,
         words=words,
         label=label,
         word_diff=word_diff,

@@ -1,14 +1,15 @@
 """report: what was won and what was lost, as a page, as Markdown, as data, and for the card."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from compress.artifact import write_json, write_text
-from compress.errors import ConfigError
+from compress.errors import ConfigError, UserError
 from compress.report.card import model_card
 from compress.report.figures import figures
 from compress.report.ledger import Terms
+from compress.report.load import read
 from compress.report.pages import page, sheet, short
 from compress.stage import Run
 
@@ -23,7 +24,8 @@ class Report:
     requests: a month, each as long as those that serve timed; with them the report weighs what
     compressing cost against what serving saves. hour_price: of an hour of the machine that
     compresses and serves the original, in `currency`; hour_price_after: of the one that will serve
-    the result, null: the same. null: not known, and left out.
+    the result, null: the same. null: not known, and left out. load: folders that
+    `python -m compress.bench` wrote, of the checkpoint, and of the original to set beside it.
     """
 
     name: ClassVar[str] = "report"
@@ -36,6 +38,7 @@ class Report:
     hour_price: float | None = None
     hour_price_after: float | None = None
     currency: str = ""
+    load: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         problems = [
@@ -48,12 +51,17 @@ class Report:
                 f"report.hour_price_after is {self.hour_price_after}, but hour_price is null; "
                 "wanted both, or hour_price alone"
             )
+        for folder in self.load:
+            try:
+                read(folder)
+            except UserError as error:
+                problems.append(str(error))
         if problems:
             raise ConfigError(problems)
 
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         """Gather the figures first; all texts are drawn from them alone."""
-        found = figures(run, self.terms)
+        found = figures(run, self.terms, self.load)
         write_json(out / "report.json", found)
         write_text(out / "report.md", short(found))
         write_text(out / "report.html", page(found))
