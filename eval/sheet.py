@@ -1,6 +1,8 @@
 """Outputs side by side, for a person to read: what the averages leave out."""
 
 import random
+from collections.abc import Callable
+from math import inf, isnan
 from typing import Any
 
 from compress.eval import checks, rules
@@ -77,30 +79,42 @@ def _shown(prompt: str) -> str:
 def select(records: list[dict[str, Any]], count: int, *, seed: int) -> list[dict[str, Any]]:
     """What to show: every boundary case that failed, then `count` more, each with the reason why.
 
-    Half of the `count` are those whose score changed most (among equals, those whose answers
-    differ), half are drawn by chance from the rest.
+    A quarter of the `count` are those whose score changed most, a quarter those along whose answer
+    the KL is largest (`kl`, see eval/written.py), and the others are drawn by chance.
     """
     failed = [r for r in records if r["task"] == "boundary" and _is_broken(r)]
     rest = [r for r in records if r not in failed]
-    rest.sort(key=_difference, reverse=True)
-    changed = [r for r in rest[: count // 2] if r["before"] != r["after"]]
-    others = rest[len(changed) :]
-    drawn = random.Random(seed).sample(others, min(count - len(changed), len(others)))
+    changed = _largest([r for r in rest if _difference(r)], _difference, count // 4)
+    rest = [r for r in rest if r not in changed]
+    parted = _largest([r for r in rest if r.get("kl") is not None], _divergence, count // 4)
+    rest = [r for r in rest if r not in parted]
+    left = min(count - len(changed) - len(parted), len(rest))
     return [
         {"why": why, **record}
         for why, chosen in (
             ("boundary case failed", failed),
             ("largest difference", changed),
-            ("drawn by chance", drawn),
+            ("largest KL", parted),
+            ("drawn by chance", random.Random(seed).sample(rest, left)),
         )
         for record in chosen
     ]
+
+
+def _largest(
+    records: list[dict[str, Any]], by: Callable[[dict[str, Any]], float], count: int
+) -> list[dict[str, Any]]:
+    return sorted(records, key=by, reverse=True)[:count]
 
 
 def _is_broken(record: dict[str, Any]) -> bool:
     return bool(record["broken_before"] or record["broken_after"])
 
 
-def _difference(record: dict[str, Any]) -> tuple[float, bool]:
-    change = abs(record["score_after"] - record["score_before"])
-    return change, record["before"] != record["after"]
+def _difference(record: dict[str, Any]) -> float:
+    return abs(record["score_after"] - record["score_before"])
+
+
+def _divergence(record: dict[str, Any]) -> float:
+    """One that is not a number is the worst."""
+    return inf if isnan(record["kl"]) else record["kl"]

@@ -19,7 +19,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 SHEET = (
     *("task", "id", "why", "prompt", "references", "before", "after"),
-    *("metric", "score_before", "score_after", "broken_before", "broken_after"),
+    *("metric", "score_before", "score_after", "kl", "broken_before", "broken_after"),
 )
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -59,8 +59,10 @@ def sheet(outputs: Sequence[Mapping[str, Any]]) -> str:
     writer = csv.writer(table)
     writer.writerow([*SHEET, "mark"])
     for output in outputs:
-        cells = [output.get(name, "") for name in SHEET]
-        texts = [" | ".join(c) if isinstance(c, list) else str(c) for c in cells]
+        cells = [output.get(name) for name in SHEET]
+        texts = [
+            " | ".join(c) if isinstance(c, list) else "" if c is None else str(c) for c in cells
+        ]
         writer.writerow([*(f"'{t}" if t[:1] in FORMULA else t for t in texts), ""])
     return table.getvalue()
 

@@ -33,7 +33,7 @@ class Score:
     """
 
     name: ClassVar[str] = "score"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     needs: ClassVar[tuple[str, ...]] = ("dense", "checkpoint")
     gives: ClassVar[str | None] = "scores"
     shares: ClassVar[tuple[str, ...]] = (
@@ -75,7 +75,7 @@ class Score:
     def run(self, run: Run, out: Path) -> dict[str, Any]:
         """Write scores.json and outputs.jsonl (answers side by side), and return the scores."""
         # Here, since `evaluate` alone takes seconds to import.
-        from compress.eval import sheet
+        from compress.eval import sheet, written
         from compress.eval.judge import Judge, questions
 
         dense, seed = run.original, run.config.seed
@@ -110,6 +110,9 @@ class Score:
             "kv_cache": judge.kv_cache,
         }
         _say(scores)
+        if self.outputs:
+            kl = written.divergences(judge, dense, run.artifacts["checkpoint"], outputs)
+            outputs = [{**o, "kl": kl.get((o["task"], o["id"]))} for o in outputs]
         chosen = sheet.select(outputs, self.outputs, seed=seed)
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in chosen]
         (out / "outputs.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -297,6 +297,7 @@ def outputs() -> list[dict[str, Any]]:
             "metric": "contained",
             "score_before": 100.0,
             "score_after": 0.0,
+            "kl": None if before == after else 0.041 * i,
             "broken_before": [],
             "broken_after": ["no_loop"] if i % 5 == 4 else [],
         }

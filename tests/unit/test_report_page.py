@@ -158,6 +158,7 @@ def test_the_sheet_can_be_marked_and_runs_no_formula(run: SimpleNamespace) -> No
     assert rows[0]["before"] == "The capital of France is Paris."
     assert rows[0]["references"] == "Paris"
     assert rows[4]["broken_after"] == "no_loop"
+    assert (rows[0]["score_after"], rows[0]["kl"], rows[1]["kl"]) == ("0.0", "", "0.041")
     assert (rows[20]["before"], rows[20]["after"]) == ("'=1+1", '\'-a,"b"\nc')
     assert {row["mark"] for row in rows} == {""}
 

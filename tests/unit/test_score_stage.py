@@ -7,11 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from compress.errors import ConfigError, UserError
-from compress.eval import judge, sheet
+from compress.eval import judge, sheet, written
 from compress.eval.answers import Answer
+from compress.eval.items import items
 from compress.eval.own import named
 from compress.model_path import Model
 from compress.stage import Run
@@ -235,7 +242,36 @@ def test_a_task_of_ones_own_is_scored_beside_the_bundled(folders, text, tmp_path
     assert [(row["name"], row["n"]) for row in found["tasks"]] == [("knowledge", 2), ("wines", 1)]
 
 
-def record(name, before, after, change=0.0, broken=()):
+def test_the_kl_along_an_answer_is_that_of_both_models_reading_it(folders, text, tmp_path):
+    score = Score(text=text, tasks=["knowledge", "short_answers"], **SETTINGS)
+    score.run(run_of(folders, tmp_path / "work"), tmp_path)
+    lines = (tmp_path / "outputs.jsonl").read_text(encoding="utf-8").splitlines()
+    outputs = {(o["task"], o["id"]): o for o in map(json.loads, lines)}
+    assert {o["kl"] for (task, _), o in outputs.items() if task == "knowledge"} == {None}
+    (task,) = named(["short_answers"])
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders]
+    for item in items(task, 2):
+        output = outputs["short_answers", item.id]
+        prompt, answer = (tokenizer(t).input_ids for t in (item.prompt, output["before"]))
+        with torch.no_grad():
+            p, q = (
+                model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 :].log_softmax(-1)
+                for model in models
+            )
+        assert output["before"] != output["after"]
+        assert len(p) == len(answer) + 1
+        assert output["kl"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
+
+
+def test_models_that_write_the_same_are_not_loaded_again(folders, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(written, "load", lambda *_, **__: pytest.fail("loaded"))
+    dense, _ = folders
+    score = Score(text=text, tasks=["short_answers"], **SETTINGS)
+    score.run(run_of((dense, dense), tmp_path / "work"), tmp_path)
+
+
+def record(name, before, after, change=0.0, broken=(), kl=None):
     return {
         "id": name,
         "task": "boundary" if broken else "summaries",
@@ -245,20 +281,26 @@ def record(name, before, after, change=0.0, broken=()):
         "score_after": 50.0 + change,
         "broken_before": [],
         "broken_after": list(broken),
+        "kl": kl,
     }
 
 
-def test_the_sheet_shows_failures_differences_and_a_draw():
+def test_the_sheet_shows_failures_differences_the_largest_kl_and_a_draw():
     records = [record(f"same-{i}", "a", "a") for i in range(30)]
-    records += [record("worse", "a", "b", -40.0), record("better", "a", "b", 20.0)]
-    records += [record("reworded", "a", "b"), record("failed", "a", "", broken=["not_empty"])]
-    found = sheet.select(records, 6, seed=0)
-    assert [(o["why"], o["id"]) for o in found[:4]] == [
+    records += [record("worse", "a", "b", -40.0, kl=3.0), record("better", "a", "b", 20.0, kl=9.0)]
+    records += [record("worst", "a", "b", kl=float("nan")), record("far", "a", "b", kl=2.0)]
+    records += [record("near", "a", "b", kl=0.1), record("failed", "a", "", broken=["not_empty"])]
+    records += [record("slightly", "a", "b", 1.0, kl=0.01)]
+    found = sheet.select(records, 8, seed=0)
+    assert [(o["why"], o["id"]) for o in found[:5]] == [
         ("boundary case failed", "failed"),
         ("largest difference", "worse"),
         ("largest difference", "better"),
-        ("largest difference", "reworded"),
+        ("largest KL", "worst"),
+        ("largest KL", "far"),
     ]
-    assert [o["why"] for o in found[4:]] == ["drawn by chance"] * 3
-    assert len({o["id"] for o in found}) == 7
-    assert found == sheet.select(records, 6, seed=0)
+    assert [o["why"] for o in found[5:]] == ["drawn by chance"] * 4
+    assert len({o["id"] for o in found}) == 9
+    assert found == sheet.select(records, 8, seed=0)
+    drawn = [o["id"] for o in sheet.select(records, 8, seed=1) if o["why"] == "drawn by chance"]
+    assert drawn != [o["id"] for o in found[5:]]
