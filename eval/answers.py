@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.eval import likelihood, rules, statistics
+from compress.eval import likelihood, multiple_choice, rules, statistics
 from compress.eval.items import Item, as_asked
 from compress.eval.metrics import Rows, metric
 from compress.eval.tasks import RIGHT_OR_WRONG, Task
@@ -88,7 +88,7 @@ def ask(
 
 def _choose(who: Asked, task: Task, items: list[Item]) -> list[Answer]:
     questions = [(as_asked(task, item, who.tokenizer), item.choices) for item in items]
-    found = likelihood.of_choices(who.model, who.tokenizer, questions, **who.options)
+    found = multiple_choice.likelihoods(who.model, who.tokenizer, questions, **who.options)
     return [
         Answer(item.id, item.choices[_picked(task.metrics[0], item, row)], tuple(row))
         for item, row in zip(items, found, strict=True)

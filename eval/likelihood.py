@@ -1,22 +1,25 @@
-"""Multiple choice by likelihood: how likely does the model find each continuation of the prompt?
+"""How likely does the model find each continuation of a prompt?
 
 Shapes: B texts a batch, T tokens of the longest, V vocabulary.
 """
 
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.eval.text import has_cjk
 from compress.log import progress
 from compress.runtime.cache import all_logits
 
+Row = tuple[list[int], int]
+"""The token ids of a text, and at which of them, 1 or later, its continuation begins."""
 
-def encode(
-    prompt: str, continuation: str, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[int], int]:
+
+def encode(prompt: str, continuation: str, tokenizer: PreTrainedTokenizerBase) -> Row:
     """Token ids of prompt + continuation, and how many of them come before the continuation.
 
     The two are tokenized as one text, since that is how a model sees text, with the special tokens
@@ -54,49 +57,84 @@ class Scored:
 
 @torch.inference_mode()
 def scored(
-    model: PreTrainedModel,
-    rows: list[tuple[list[int], int]],
-    *,
-    batch_size: int,
-    kv_cache: str = "16",
+    model: PreTrainedModel, rows: list[Row], *, batch_size: int, kv_cache: str = "16"
 ) -> list[Scored]:
-    """For each (token ids, start): how the model finds those from `start` on, after those before.
-
-    Batches are padded on the right, where causal attention never looks, and masked. Token i is
-    predicted by position i - 1.
-    """
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    """For each row: how the model finds its continuation, after the tokens before."""
     results: dict[int, Scored] = {}
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    for batch in progress(batches, "likelihoods", "batch"):
-        ids, mask = _right_padded([rows[i][0] for i in batch])
-        logits = all_logits(model, ids.to(model.device), kv_cache, mask.to(model.device))
-        for row, i in enumerate(batch):
-            tokens, start = rows[i]
-            scores = logits[row, start - 1 : len(tokens) - 1].float().log_softmax(-1)
-            wanted = torch.tensor(tokens[start:], device=model.device)
-            total = float(scores.gather(1, wanted[:, None]).double().sum())
-            likeliest = tuple(scores.argmax(-1).tolist())
-            results[i] = Scored(total, len(wanted), likeliest, likeliest == tuple(tokens[start:]))
+    for batch in progress(by_length(rows, batch_size), "likelihoods", "batch"):
+        of_batch = read(model, [rows[i] for i in batch], kv_cache=kv_cache)
+        results |= zip(batch, of_batch, strict=True)
     return [results[i] for i in range(len(rows))]
 
 
-def log_likelihoods(
+def by_length(rows: list[Row], batch_size: int) -> list[list[int]]:
+    """Indices of the rows in batches of like length, so that little of a batch is padding."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+
+
+def read(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: list[tuple[str, str]],
+    rows: list[Row],
     *,
-    batch_size: int,
     kv_cache: str = "16",
-) -> list[float]:
-    """Log P(continuation | prompt) in nats, for each pair of texts, in their order."""
-    rows = [encode(prompt, continuation, tokenizer) for prompt, continuation in pairs]
-    return [one.total for one in scored(model, rows, batch_size=batch_size, kv_cache=kv_cache)]
+    context: Cache | None = None,
+    length: int = 0,
+) -> list[Scored]:
+    """How the model finds the continuation of each row, in one batch.
+
+    context: a cache of the first `length` tokens of the rows, which takes up what follows. Rows
+    are padded on the right, where causal attention never looks, and masked. Token i is predicted by
+    position i - 1: the last token is not read, and there are logits from the first `start` on only.
+    """
+    ids, mask = _right_padded([ids[length:-1] for ids, _ in rows], length)
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    first = min(start for _, start in rows) - 1
+    if kv_cache != "16":
+        logits = all_logits(model, ids, kv_cache, mask)[:, first:]
+    else:
+        kept = {"use_cache": False} if context is None else {"use_cache": True, "cache": context}
+        asked = {"input_ids": ids, "attention_mask": mask, **kept}
+        logits = last_logits(model, mask.shape[1] - first, asked)
+    return [
+        _of_continuation(of_row[start - 1 - first : len(tokens) - 1 - first], tokens[start:])
+        for of_row, (tokens, start) in zip(logits, rows, strict=True)
+    ]
 
 
-def pieces(
-    text: str, tokenizer: PreTrainedTokenizerBase, window: int
-) -> list[tuple[list[int], int]]:
+def last_logits(model: PreTrainedModel, count: int, asked: dict[str, Any]) -> Tensor:
+    """Logits [B, count, V] of the last positions of what the model is `asked`.
+
+    The head computes no others, unless the model's forward cannot leave them out.
+    """
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        asked = {**asked, "logits_to_keep": count}
+    return model(**asked).logits[:, -count:]
+
+
+def _right_padded(rows: list[list[int]], before: int) -> tuple[Tensor, Tensor]:
+    """Token ids [B, T] and mask [B, `before` + T], both int64.
+
+    The padding is token 0, which the mask hides; all that is `before` the rows is seen.
+    """
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    mask = torch.zeros(len(rows), before + ids.shape[1], dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        mask[i, : before + len(row)] = 1
+    return ids, mask
+
+
+def _of_continuation(logits: Tensor, tokens: list[int]) -> Scored:
+    """How likely `tokens` are, by the logits [T, V] of the positions that predict them."""
+    scores = logits.float().log_softmax(-1)
+    wanted = torch.tensor(tokens, device=logits.device)
+    total = float(scores.gather(1, wanted[:, None]).double().sum())
+    likeliest = tuple(scores.argmax(-1).tolist())
+    return Scored(total, len(tokens), likeliest, likeliest == tuple(tokens))
+
+
+def pieces(text: str, tokenizer: PreTrainedTokenizerBase, window: int) -> list[Row]:
     """`text` as rows for `scored` of at most `window` tokens, in which every token is scored once.
 
     The first token follows a beginning-of-sequence token (where there is none, the end-of-sequence
@@ -113,35 +151,9 @@ def pieces(
     return rows
 
 
-def _right_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, both int64 [B, T]; the padding is token 0, which the mask hides."""
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-        mask[i, : len(row)] = 1
-    return ids, mask
-
-
 def spaced(prompt: str, choice: str) -> str:
     """A choice as it continues a prompt: after a space, unless white space stands there already.
 
     Chinese has no spaces.
     """
     return choice if has_cjk(choice) or prompt[-1:].isspace() else f" {choice}"
-
-
-def of_choices(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    questions: list[tuple[str, tuple[str, ...]]],
-    *,
-    batch_size: int,
-    kv_cache: str = "16",
-) -> list[list[float]]:
-    """For each (prompt, choices): the log-likelihood of every choice, in nats."""
-    pairs = [
-        (prompt, spaced(prompt, choice)) for prompt, choices in questions for choice in choices
-    ]
-    found = iter(log_likelihoods(model, tokenizer, pairs, batch_size=batch_size, kv_cache=kv_cache))
-    return [[next(found) for _ in choices] for _, choices in questions]
