@@ -106,9 +106,9 @@ def rotating(calls: Sequence[Call]) -> Call:
     return lambda: next(turns)()
 
 
-def copies(weight_bytes: int, device: str | torch.device) -> int:
-    """How many weights of that size are twice what the last cache of `device` holds."""
-    return min(MOST_COPIES, 2 * last_cache(torch.device(device)) // weight_bytes + 1)
+def copies(size: int, device: str | torch.device) -> int:
+    """How many weights of `size` bytes are twice what the last cache of `device` holds."""
+    return min(MOST_COPIES, 2 * last_cache(torch.device(device)) // size + 1)
 
 
 def last_cache(device: torch.device) -> int:

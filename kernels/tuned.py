@@ -83,5 +83,8 @@ def tile_for(kernel: str, m: int, n: int, k: int, steps: int, device: torch.devi
 @functools.cache
 def _tile_for(kernel: str, m: int, n: int, k: int, steps: int, device: torch.device) -> Tile:
     gpu = gpu_of(device)
-    measured = table(cache_file(gpu)).get(key(kernel, m, n, k))
+    try:
+        measured = table(cache_file(gpu)).get(key(kernel, m, n, k))
+    except RuntimeError:  # no home folder, so nothing was kept
+        measured = None
     return measured or default_tile(kernel, m, n, steps, gpu)

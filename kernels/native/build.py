@@ -146,3 +146,11 @@ def _register_fakes() -> None:
     def _(words: Tensor, scales: Tensor, bits: int) -> Tensor:
         n, count = words.shape
         return scales.new_empty((n, count * 32 // bits), dtype=torch.bfloat16)
+
+    @torch.library.register_fake("compress_cpu::rmsnorm")
+    def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.empty_like(x)
+
+    @torch.library.register_fake("compress_cpu::attend")
+    def _(q: Tensor, *others: object) -> Tensor:
+        return torch.empty_like(q)

@@ -1,11 +1,5 @@
 """The CPU kernels against the reference: fresh random inputs, odd shapes, every format."""
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +9,6 @@ from compress.kernels.check import check_linear, relative_error
 from compress.kernels.native import build
 from compress.kernels.w8a8 import cpu as w8a8_cpu
 from compress.kernels.wna16 import cpu as wna16_cpu
-from compress.log import logger
 from compress.qtensor import QuantSpec, pack_int32
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -163,15 +156,6 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
     assert torch.equal(*found)
 
 
-def test_no_input_channels_give_zeros() -> None:
-    if not build.available():
-        pytest.skip("no C++ compiler here")
-    x, scales, sums = torch.ones(1, 0).bfloat16(), torch.ones(4), torch.zeros(4, dtype=torch.int32)
-    ints = torch.ones(4, 0, dtype=torch.int8)
-    assert not torch.ops.compress_cpu.dense(x, ints.bfloat16()).any()
-    assert not torch.ops.compress_cpu.w8a8(x, ints, sums, scales, None).any()
-
-
 @pytest.mark.parametrize(
     ("spec", "k"),
     [
@@ -201,83 +185,6 @@ def test_the_dequantized_weight_is_that_of_the_reference() -> None:
         scales = weight.scales.float()
         out = torch.ops.compress_cpu.dequantize(packed, scales, spec.bits)
         assert torch.equal(out, weight.dequantize(torch.bfloat16))
-
-
-def test_operands_that_do_not_fit_are_refused() -> None:
-    if not build.available():
-        pytest.skip("no C++ compiler here")
-    ops = torch.ops.compress_cpu
-    x, weight = torch.randn(1, 64).bfloat16(), torch.randn(64, 64).bfloat16()
-    words, scales, sums = torch.zeros(64, 8, dtype=torch.int32), torch.ones(64, 1), torch.zeros(64)
-    for refused in (
-        lambda: ops.dense(x, weight.t()),
-        lambda: ops.dense(x[:, :32], weight),
-        lambda: ops.w8a8(x, weight.to(torch.int8), sums.int(), scales, None),
-        lambda: ops.wna16(x[:, :32], words, scales, 4),
-        lambda: ops.dequantize(words, scales[:3], 4),
-    ):
-        with pytest.raises(RuntimeError, match="wanted contiguous"):
-            refused()
-    for cut, groups in ((words, 4), (words[:, :0].contiguous(), 1)):
-        with pytest.raises(RuntimeError, match=rf" words in {groups} groups; wanted whole vectors"):
-            ops.dequantize(cut, torch.ones(64, groups), 4)
-    assert not dense.takes(weight.t())
-
-
-def test_what_keeps_the_kernels_from_being_built_is_told_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level("INFO", "compress")
-    file, empty, spoilt = tmp_path / "file", tmp_path / "empty", tmp_path / "spoilt"
-    file.touch()
-    false = shutil.which("false")
-    assert false is not None
-    monkeypatch.setenv("COMPRESS_CACHE", str(spoilt))
-    binary = build.binary_of([false])
-    binary.parent.mkdir(parents=True)
-    binary.write_text("no binary")
-    for compiler, cache, said in (
-        ("nothing++", empty, "no C++ compiler, 'nothing++'"),
-        ("g++ '-O2", empty, 'no C++ compiler, "g++ \'-O2"'),
-        ("false", empty, "does not build the CPU's kernels, torch's serve: exit status 1"),
-        ("false", file, f"Not a directory: '{file / 'native'}'"),
-        ("false", spoilt, f"Could not load this library: {binary}"),
-        (f"'{false}' g++", empty, "false g++ does not build the CPU's kernels"),
-    ):
-        monkeypatch.setenv("CXX", compiler)
-        monkeypatch.setenv("COMPRESS_CACHE", str(cache))
-        assert not build.available.__wrapped__()
-        assert said in caplog.messages[-1]
-        assert "\n" not in caplog.messages[-1]
-    assert list((empty / "native").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_int4_without_the_instruction_for_pairs_of_bf16(tmp_path: Path) -> None:
-    """Where this machine has it, in a build of its own that may not use it."""
-    if "avx512_bf16" not in build._cpu() or not build.available():
-        pytest.skip("no such instruction here, so the other tests are without it")
-    environ = os.environ | {"CXX": "g++ -mno-avx512bf16", "COMPRESS_CACHE": str(tmp_path)}
-    chosen = "test_wna16 and own or batch_of_few"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
-    done = subprocess.run(
-        [*command, __file__], env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
-    assert "36 passed" in done.stdout
-    assert len(list((tmp_path / "native").glob("*.so"))) == 1
-
-
-def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = shutil.which("env")
-    for given, words in (("env g++ -g0", [env, "g++", "-g0"]), ("no-such++ g++", None)):
-        monkeypatch.setenv("CXX", given)
-        assert build.compiler() == words
-    assert env is not None
-    assert build.binary_of([env, "true"]) != build.binary_of([env, "true", "-g0"])
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert not any(flag.startswith("-mprefer") for flag in build.flags())
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,10 @@ def test_more_tokens_than_the_last_bucket_never_lack_locks(kernel: str, n: int) 
     assert tile_for(kernel, 4096, 64, 4096, 32, torch.device("cpu")).SPLITS > 1
 
 
+def _no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_a_measured_tile_goes_before_the_shipped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +91,11 @@ def test_a_measured_tile_goes_before_the_shipped_one(
     assert tuned.tile_for("w8a8", 5, 64, 512, 4, torch.device("cpu")) != measured
     tuned.keep(file, {tuned.key("w4a16", 7, 64, 256): measured})
     assert len(tuned.table(file)) == 2
+    with monkeypatch.context() as homeless:
+        homeless.delenv(tuned.VARIABLE)
+        homeless.setattr(Path, "home", _no_home)
+        tuned.forget()
+        assert tuned.tile_for(*arguments) == default_tile("w8a8", 16, 64, 2, A100)
     file.write_text("[]")
     tuned.forget()
     with pytest.raises(UserError, match="delete it"):
