@@ -47,7 +47,7 @@ def divergences(
     }
     if not rows:
         return {}
-    logger.info(f"  KL along the {len(rows)} written answers that differ")
+    logger.info(f"  KL along the written answers that differ: {len(rows)}")
     options: dict[str, Any] = {"device": judge.device, "trust_remote_code": judge.trust_remote_code}
     original = load(dense, dtype=None, **options)
     states, head = _states(original, list(rows.values())), original.get_output_embeddings()

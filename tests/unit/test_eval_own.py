@@ -1,16 +1,21 @@
 """A user's own task: every kind from a few lines, and what is wrong told by file and line."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from compress.errors import UserError
+from compress.eval.answers import ask, compare
 from compress.eval.items import items
 from compress.eval.own import named, read
 from compress.eval.tasks import KINDS
+from compress.runtime.loader import load
 
 
 def written(folder: Path, yaml: str, *records: Any, name: str = "mine") -> Path:
@@ -35,6 +40,28 @@ def test_a_generation_task_in_a_few_lines(tmp_path: Path) -> None:
     assert first.references == ("ACME",)
     assert (second.id, second.prompt) == ("second", "Invoice: {text}\u2028 Who sent it?")
     assert second.references == ("Borg", "Borg Ltd")
+
+
+def test_the_task_of_the_docs_is_ten_lines_and_runs_as_it_stands(
+    tmp_path: Path, stories260k: Path
+) -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs/eval.md"
+    section = docs.read_text(encoding="utf-8").split("## A task of your own\n")[1]
+    data, yaml, command, *_ = map(dedent, re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", section, re.M))
+    assert len(yaml.splitlines()) <= 10
+    assert "score.tasks=[knowledge,invoices.yaml]" in command
+    (tmp_path / "invoices.jsonl").write_text(data.lstrip())
+    (tmp_path / "invoices.yaml").write_text(yaml.lstrip())
+    (task,) = named([str(tmp_path / "invoices.yaml")])
+    first, second = items(task)
+    assert first.prompt.startswith("ACME Ltd, 30 March. 3 chairs, 240 euros.\n\nWhich company")
+    assert second.references == ("Borg & Sons",)
+    model, tokenizer = load(stories260k), AutoTokenizer.from_pretrained(stories260k)
+    answers = ask(model, tokenizer, task, [first, second], batch_size=2)
+    right = [replace(answers[0], text="acme"), replace(answers[1], text="Borg & Sons.")]
+    (exact, f1) = compare(task, [first, second], right, answers, seed=0)
+    assert (exact["metric"], exact["before"], exact["lost"]) == ("exact_match", 100.0, 2)
+    assert (f1["metric"], f1["before"]) == ("f1", 100.0)
 
 
 def test_a_file_with_other_names_is_read_as_it_is(tmp_path: Path) -> None:

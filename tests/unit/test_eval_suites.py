@@ -1,6 +1,7 @@
 """The bundled suites are well formed and large enough, and nothing in them is asked twice."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -24,7 +25,7 @@ FIELDS = {
     "boundary": {"id", "lang", "topic", "prompt", "rules"},
 }
 LEAST = {
-    "knowledge": 90,
+    "knowledge": 90,  # with commonsense 150 of multiple choice
     "commonsense": 60,
     "cloze": 80,
     "short_answers": 60,
@@ -150,6 +151,24 @@ def test_huge_inputs_are_huge():
     longest = sorted(len(item.prompt) for item in items(named(["boundary"])[0]))
     assert longest[-4] > 3000
     assert longest[0] == 0
+
+
+TOPICS = {
+    "very long sentences": "long sentence|nested clauses|long list",
+    "rare terms": "rare|invented word",
+    "numbers": "number|decimal|numeral|percentage",
+    "mixed scripts": "mixed scripts|Arabic|Japanese|right to left",
+    "code": "code|SQL|regular expression|JSON",
+    "empty inputs": "empty|blank|one character|only",
+    "huge inputs": "huge input",
+    "unusual formatting": "case|spac|capitals|misspelled|table|markup|bullet",
+}
+
+
+@pytest.mark.parametrize("kind", TOPICS)
+def test_boundary_cases_are_of_every_kind(kind):
+    found = [r for r in records(named(["boundary"])[0]) if re.search(TOPICS[kind], r["topic"])]
+    assert len(found) >= 4, [r["topic"] for r in found]
 
 
 def test_an_unknown_suite_is_named_with_those_there_are():
