@@ -24,7 +24,7 @@ from compress.runtime.load import charts, figures
 from compress.runtime.load.drive import Drive, continuous, static
 from compress.runtime.load.workload import LoadRequest, arrivals, requests
 from compress.runtime.loader import load_with_tokenizer
-from compress.runtime.server.engine import Limits
+from compress.runtime.server.engine import Limits, context_of
 
 TEMPLATES = Path(__file__).parent / "runtime" / "load"
 ROOM = 0.7
@@ -81,14 +81,13 @@ class Options:
 
 def prepared(settings: Options) -> tuple[PreTrainedModel, list[LoadRequest]]:
     """The checkpoint, loaded, and the requests of the workload, cut to what it holds."""
-    limits = settings.limits()
     model, tokenizer = load_with_tokenizer(
         Path(settings.checkpoint),
         device=settings.device,
         backend=settings.backend,
         trust_remote_code=settings.trust_remote_code,
     )
-    context = min(model.config.get_text_config().max_position_embeddings, limits.kv_tokens)
+    context = context_of(model, settings.limits())
     asked = requests(settings.workload, settings.requests, tokenizer, context, settings.seed)
     return model, asked
 

@@ -23,7 +23,7 @@ from compress.runtime.generate import encode, greedy_config
 from compress.runtime.loader import load_with_tokenizer
 from compress.runtime.server.answers import Served
 from compress.runtime.server.app import build
-from compress.runtime.server.engine import Engine, Limits
+from compress.runtime.server.engine import Engine, Limits, context_of
 from compress.runtime.server.metrics import Metrics
 from compress.runtime.server.overlong import REFUSE, RULES
 
@@ -103,8 +103,7 @@ def served(settings: Options) -> Served:
     greedy = greedy_config(model, tokenizer, 1)
     ends = greedy.eos_token_id
     end_tokens = ends if isinstance(ends, list) else [ends] if ends is not None else []
-    positions = model.config.get_text_config().max_position_embeddings
-    context = min(positions, limits.kv_tokens)
+    context = context_of(model, limits)
     engine = Engine(model, end_tokens, limits)
     return Served(
         name=settings.name or _name(folder.resolve()),

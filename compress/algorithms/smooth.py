@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.algorithms.rtn import rounded
+from compress.kernels.w8a8.reference import quantize_per_token
 from compress.qtensor import QuantSpec
 
 STRENGTHS = tuple(0.1 * step for step in range(11))  # 0 (by the weights alone), 0.1, ... 1.0
@@ -86,9 +87,8 @@ def tied(scales: Tensor, repeat: int, head: int) -> Tensor:
 
 
 def fake_quantize(inputs: Tensor, spec: QuantSpec) -> Tensor:
-    """Inputs [R, K] as the kernels see them: per-token symmetric integers, or left as they are."""
+    """Inputs [R, K] as the kernels see them: rounded to INT8 per token, or left as they are."""
     if spec.activation_bits is None:
         return inputs.float()
-    largest = (1 << (spec.activation_bits - 1)) - 1
-    scale = inputs.float().abs().amax(-1, keepdim=True).clamp_min(1e-8) / largest
-    return torch.round(inputs.float() / scale).clamp(-largest, largest) * scale
+    ints, scale = quantize_per_token(inputs)
+    return ints * scale

@@ -56,6 +56,12 @@ class Limits:
             raise ConfigError(problems)
 
 
+def context_of(model: PreTrainedModel, limits: Limits) -> int:
+    """Tokens of prompt and answer together: what `model` holds, and the KV cache of one request."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or limits.kv_tokens, limits.kv_tokens)
+
+
 @dataclass(frozen=True)
 class Load:
     """What the engine has to do now: requests, and tokens of the KV cache (of whole pages)."""
