@@ -9,6 +9,7 @@ import warnings
 REPEATS = 4  # the same piece this often in a row, over at least LOOP characters, is a loop
 LOOP = 24
 FENCE = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
+BLOCK = re.compile(r"^```\w*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def loops(text: str) -> bool:
@@ -30,6 +31,12 @@ def unfenced(text: str) -> str:
     """The text without white space around it, or what a code fence around it all holds."""
     text = text.strip()
     fenced = FENCE.match(text)
+    return fenced[1] if fenced else text
+
+
+def code(text: str) -> str:
+    """The first fenced block of an answer, or all of it where nothing is fenced."""
+    fenced = BLOCK.search(text)
     return fenced[1] if fenced else text
 
 

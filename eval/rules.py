@@ -4,7 +4,9 @@ A rule is a record {"rule": name, ...}: contains (`any`: one of these texts occu
 no_garbage (no broken or control characters), no_loop (does not end in a repetition), lines (so many
 that are not blank: `count`), most_words (`count`), and of form, a code fence allowed: json (a JSON
 value; an object of exactly these `keys`, or an array of `length`), python (parses), csv (`rows` of
-`columns`), matches (the whole answer is of this regular expression, `pattern`).
+`columns`), matches (the whole answer is of this regular expression, `pattern`). runs: the answer's
+Python (its first fenced block, or all of it), after `before` if that is given, passes the
+statements of `tests`; it is run in a sandbox (eval/sandbox.py).
 """
 
 import csv
@@ -13,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from compress.eval import checks
+from compress.eval import checks, sandbox
 from compress.eval.text import contains, units
 
 
@@ -33,6 +35,10 @@ def _is_pattern(value: Any) -> bool:
     return True
 
 
+def _is_python(value: Any) -> bool:
+    return isinstance(value, str) and checks.is_python(value)
+
+
 FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "any": ("a list of texts", _is_texts),
     "keys": ("a list of texts", _is_texts),
@@ -41,6 +47,8 @@ FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "columns": ("a whole number", _is_count),
     "count": ("a whole number", _is_count),
     "pattern": ("a regular expression", _is_pattern),
+    "tests": ("Python that parses", _is_python),
+    "before": ("a text", lambda value: isinstance(value, str)),
 }
 """What a rule says beside its name: in words, and whether a value is that."""
 
@@ -58,7 +66,7 @@ def problem(rule: Any) -> str | None:
         holds(rule, "")
     except ValueError as error:
         return str(error)
-    return None
+    return sandbox.missing() if rule["rule"] == "runs" else None
 
 
 def _occurs(wanted: str, text: str) -> bool:
@@ -91,6 +99,10 @@ def holds(rule: dict[str, Any], text: str) -> bool:
             return checks.is_json(text) and _is_like(json.loads(checks.unfenced(text)), rule)
         case {"rule": "python"}:
             return checks.is_python(text)
+        case {"rule": "runs", "tests": tests}:
+            return bool(text.strip()) and sandbox.passes(
+                f"{rule.get('before', '')}{checks.code(text)}\n{tests}"
+            )
         case {"rule": "csv", "rows": rows, "columns": columns}:
             table = [row for row in csv.reader(checks.unfenced(text).splitlines()) if row]
             return len(table) == rows and all(len(row) == columns for row in table)
