@@ -81,13 +81,14 @@ class Options:
 
 def prepared(settings: Options) -> tuple[PreTrainedModel, list[LoadRequest]]:
     """The checkpoint, loaded, and the requests of the workload, cut to what it holds."""
+    limits = settings.limits()  # which refuses what cannot be, before anything is loaded
     model, tokenizer = load_with_tokenizer(
         Path(settings.checkpoint),
         device=settings.device,
         backend=settings.backend,
         trust_remote_code=settings.trust_remote_code,
     )
-    context = context_of(model, settings.limits())
+    context = context_of(model, limits)
     asked = requests(settings.workload, settings.requests, tokenizer, context, settings.seed)
     return model, asked
 

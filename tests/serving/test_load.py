@@ -136,7 +136,8 @@ def test_a_load_gets_every_token_and_leaves_the_model_as_it_was(folder: Path) ->
     limits = Limits(running=2, waiting=4, kv_tokens=256)
     drive = continuous(model, asked, limits, arrivals=[0.0, 0.0, 0.1, 0.2])
     assert [len(course.tokens) for course in drive.courses] == [9, 2, 5, 12]
-    assert all(course.ttft > 0 and min(course.gaps) > 0 for course in drive.courses)
+    # Tokens that came while the event loop was busy come together.
+    assert all(course.ttft > 0 and min(course.gaps) >= 0 for course in drive.courses)
     assert drive.courses[3].arrival == 0.2 < drive.courses[3].tokens[0] <= drive.seconds
     assert 12 <= drive.forwards <= 28
     # On a busy machine one may be over before the next has come; never are there more.
