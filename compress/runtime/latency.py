@@ -5,7 +5,7 @@ output token: each later token, one forward of one token. Milliseconds where a n
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from compress.log import progress
 from compress.runtime.decode import Decoder
+
+PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def time_models(
 
 def summarize(timings: list[Timing], prompt_tokens: int) -> dict[str, Any]:
     """Percentiles of the requests, and rates from the medians: a busy moment does not move them."""
-    ttft = _percentiles([1e3 * timing.ttft for timing in timings])
-    tpot = _percentiles([1e3 * step for timing in timings for step in timing.tpot])
+    ttft = percentiles_ms([timing.ttft for timing in timings])
+    tpot = percentiles_ms([step for timing in timings for step in timing.tpot])
     return {
         "ttft_ms": ttft,
         "tpot_ms": tpot,
@@ -80,9 +82,10 @@ def summarize(timings: list[Timing], prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
-    p50, p95, p99 = np.percentile(values, [50, 95, 99])
-    return {"p50": float(p50), "p95": float(p95), "p99": float(p99), "mean": float(np.mean(values))}
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """P50, P95, P99 and mean, in milliseconds."""
+    found = {f"p{p}": float(np.percentile(seconds, p)) * 1e3 for p in PERCENTILES}
+    return found | {"mean": float(np.mean(seconds)) * 1e3}
 
 
 def _now(device: torch.device) -> float:

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.current import current
+
 
 @triton.jit
 def store_quantized(x, q_ptr, scale_ptr, row, k, K):  # type: ignore[no-untyped-def]
@@ -87,7 +89,8 @@ def per_token(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     x_MK = x_MK.contiguous()
     (m, k), (q_MK, scale_M1) = x_MK.shape, _empty(x_MK)
     if m:
-        quantize_kernel[(m,)](x_MK, q_MK, scale_M1, k, **launch(k))
+        with current(x_MK.device):
+            quantize_kernel[(m,)](x_MK, q_MK, scale_M1, k, **launch(k))
     return q_MK, scale_M1
 
 
@@ -96,7 +99,8 @@ def rmsnorm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor]
     x_MK = x_MK.contiguous()
     (m, k), (q_MK, scale_M1) = x_MK.shape, _empty(x_MK)
     if m:
-        rmsnorm_kernel[(m,)](x_MK, weight_K, q_MK, scale_M1, eps, k, **launch(k))
+        with current(x_MK.device):
+            rmsnorm_kernel[(m,)](x_MK, weight_K, q_MK, scale_M1, eps, k, **launch(k))
     return q_MK, scale_M1
 
 
@@ -110,7 +114,8 @@ def swiglu(gate_MK: Tensor, up_MK: Tensor) -> tuple[Tensor, Tensor]:
     (m, k), (q_MK, scale_M1) = gate_MK.shape, _empty(gate_MK)
     if m:
         stride = gate_MK.stride(0)
-        swiglu_kernel[(m,)](gate_MK, up_MK, q_MK, scale_M1, stride, k, **launch(k))
+        with current(gate_MK.device):
+            swiglu_kernel[(m,)](gate_MK, up_MK, q_MK, scale_M1, stride, k, **launch(k))
     return q_MK, scale_M1
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.current import current
 from compress.kernels.quantize import triton as quantize
 from compress.kernels.splits import add_up, new_locks, new_parts
 from compress.kernels.tiles import Tile
@@ -91,23 +92,24 @@ def gemm(
         return
     tile = tile or tile_for("w8a8", m, n, k, triton.cdiv(k, BLOCK_K), q_MK.device)
     grid = (triton.cdiv(m, tile.BLOCK_M), triton.cdiv(n, tile.BLOCK_N), tile.SPLITS)
-    gemm_kernel[grid](
-        q_MK,
-        weight,
-        q_scale_M1,
-        weight_scale,
-        weight_scale if bias is None else bias,
-        y_MN,
-        new_parts(tile, m, n, torch.int32, q_MK.device),
-        locks,
-        m,
-        n,
-        k,
-        HAS_BIAS=bias is not None,
-        EVEN_K=k % BLOCK_K == 0,
-        BLOCK_K=BLOCK_K,
-        **tile.arguments(),
-    )
+    with current(q_MK.device):
+        gemm_kernel[grid](
+            q_MK,
+            weight,
+            q_scale_M1,
+            weight_scale,
+            weight_scale if bias is None else bias,
+            y_MN,
+            new_parts(tile, m, n, torch.int32, q_MK.device),
+            locks,
+            m,
+            n,
+            k,
+            HAS_BIAS=bias is not None,
+            EVEN_K=k % BLOCK_K == 0,
+            BLOCK_K=BLOCK_K,
+            **tile.arguments(),
+        )
 
 
 def quantized_linear(

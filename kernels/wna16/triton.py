@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.current import current
 from compress.kernels.splits import add_up, new_locks, new_parts
 from compress.kernels.tiles import Tile
 from compress.kernels.tuned import tile_for
@@ -160,27 +161,28 @@ def gemm(
     width = block_words(group_size)
     tile = tile or tile_for(f"w{bits}a16", m, n, k, words // width, x_MK.device)
     grid = (triton.cdiv(n, tile.BLOCK_N), triton.cdiv(m, tile.BLOCK_M), tile.SPLITS)
-    gemm_kernel[grid](
-        x_MK,
-        planar,
-        weight_scale,
-        weight_scale if bias is None else bias,
-        y_MN,
-        new_parts(tile, m, n, torch.float32, x_MK.device),
-        locks,
-        magic_of(x_MK.dtype, x_MK.device),
-        m,
-        n,
-        k,
-        words,
-        weight_scale.shape[1],
-        BITS=bits,
-        GROUP=group_size or 0,
-        WORDS=width,
-        EVEN_K=words * 32 == k * bits,
-        HAS_BIAS=bias is not None,
-        **tile.arguments(),
-    )
+    with current(x_MK.device):
+        gemm_kernel[grid](
+            x_MK,
+            planar,
+            weight_scale,
+            weight_scale if bias is None else bias,
+            y_MN,
+            new_parts(tile, m, n, torch.float32, x_MK.device),
+            locks,
+            magic_of(x_MK.dtype, x_MK.device),
+            m,
+            n,
+            k,
+            words,
+            weight_scale.shape[1],
+            BITS=bits,
+            GROUP=group_size or 0,
+            WORDS=width,
+            EVEN_K=words * 32 == k * bits,
+            HAS_BIAS=bias is not None,
+            **tile.arguments(),
+        )
 
 
 def linear(

@@ -1,9 +1,13 @@
 """Which backend is picked, and that an explicit choice is never replaced by another."""
 
+from contextlib import nullcontext
+
 import pytest
+import torch
 
 from compress.errors import UserError
 from compress.kernels.backend import pick_backend
+from compress.kernels.current import current
 
 
 @pytest.mark.parametrize(
@@ -46,3 +50,17 @@ def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="triton is not installed"):
         pick_backend("cuda", None, {})
+
+
+def test_the_current_gpu_is_changed_where_the_operands_are_on_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(
+        torch.accelerator, "device_index", lambda index: made.append(index) or nullcontext()
+    )
+    for name in ("cpu", "cuda:0", "cuda:1"):
+        with current(torch.device(name)):
+            pass
+    assert made == [1]

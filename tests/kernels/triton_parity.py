@@ -3,6 +3,7 @@
 Without a GPU this runs in Triton's interpreter, whose bfloat16 conftest.py puts right.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 
@@ -247,6 +248,18 @@ def test_tuning_measures_right_tiles_only(kernel: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(tune, "relative_error", lambda *_: 0.5)
     with pytest.raises(RuntimeError, match=r"16x16x1024 .* is off by 0\.5"):
         tune.fastest(kernel, 16, 16, 1024, device)
+
+
+def test_every_launch_is_on_the_gpu_of_its_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+    for module in (quantize, w8a8_triton, wna16_triton):
+        monkeypatch.setattr(module, "current", lambda d: devices.append(d) or nullcontext())
+    x = torch.randn(2, 32, device=DEVICE, dtype=FP16)
+    for spec in (W8A8, QuantSpec(4)):
+        bind(random_weight(16, 32, spec, DEVICE, FP16), "triton", FP16)(x)
+    quantize.rmsnorm(x, x[0], 1e-5)
+    quantize.swiglu(x, x)
+    assert devices == [x.device] * 5
 
 
 def test_leading_dimensions_stay_and_no_tokens_give_no_rows() -> None:

@@ -10,26 +10,20 @@ import torch
 from transformers import PreTrainedModel
 
 from compress.report import words
+from compress.runtime.latency import percentiles_ms
 from compress.runtime.load.drive import Course, Drive
 from compress.runtime.load.workload import LoadRequest
 
-PERCENTILES = (50, 95, 99)
 BUSY = 0.5
 """Of a peak: what reaches this share of it is bounded by it."""
-
-
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """P50, P95, P99 and mean, in milliseconds."""
-    found = {f"p{p}": float(np.percentile(seconds, p)) * 1e3 for p in PERCENTILES}
-    return found | {"mean": float(np.mean(seconds)) * 1e3}
 
 
 def latencies(courses: Sequence[Course]) -> dict[str, dict[str, float]]:
     """TTFT, TPOT (of every token after the first) and end to end, in milliseconds."""
     return {
-        "ttft_ms": percentiles([course.ttft for course in courses]),
-        "tpot_ms": percentiles([gap for course in courses for gap in course.gaps]),
-        "whole_ms": percentiles([course.whole for course in courses]),
+        "ttft_ms": percentiles_ms([course.ttft for course in courses]),
+        "tpot_ms": percentiles_ms([gap for course in courses for gap in course.gaps]),
+        "whole_ms": percentiles_ms([course.whole for course in courses]),
     }
 
 
