@@ -1,10 +1,10 @@
 // W4A16 by the instruction that multiplies pairs of bf16 and adds them up in float32 (AVX512-BF16).
 //
 // Unpacked one after the other into floats, a weight of 442 kB takes 64 us, and 45 as here
-// (docs/kernels.md). A shift and one more operation of a vector of 16 words give 32 values: 0x4300 is 128 in bf16 with the units in its last
-// bit, so 0x4300 | nibble is 128 + nibble, nibbles j and j + 4 of a word side by side. What that adds
-// to a word's products, 128 and the stored offset of 8, is 136 times the sum of its inputs, which the
-// accumulator starts from.
+// (docs/kernels.md). A shift and one more operation of a vector of 16 words give 32 values: 0x4300
+// is 128 in bf16 with the units in its last bit, so 0x4300 | nibble is 128 + nibble, nibbles j and
+// j + 4 of a word side by side. What that adds to a word's products, 128 and the stored offset of 8,
+// is 136 times the sum of its inputs, which the accumulator starts from.
 
 #pragma once
 
