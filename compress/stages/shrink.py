@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress import checkpoint, heldout, processes
 from compress.algorithms.prune import Removal
 from compress.artifact import Artifact, once
-from compress.blocks.structure import stored_name
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.model import BlockModel, storage_dtype
@@ -22,16 +20,15 @@ from compress.sizes import tensor_bytes, tensor_elements
 from compress.source import describe, read_config
 from compress.stage import Run
 from compress.stages.distill import PRECISIONS
-from compress.tensors import TensorFiles
 from compress.text.windows import Windows
 from compress.training import cutting, labels
 from compress.training.cutting import Cut, Size, size_of
 from compress.training.importance import choose
 from compress.training.labels import Labels
-from compress.training.loop import History
-from compress.training.student import Objective, figures, teach
+from compress.training.refitting import refitted
+from compress.training.student import figures
 from compress.training.teacher import Teacher, linear_weights, shared_vocabulary
-from compress.training.trainable import load_exact
+from compress.training.whole import learn_all
 
 SIZES = ("blocks", "mlp", "kv_heads")
 LABELS = "shrink_labels"
@@ -44,7 +41,8 @@ class Shrink:
     blocks, mlp, kv_heads: what the original is cut to: decoder blocks, and in each the channels of
     the MLP and the KV heads (each with its query heads); null: as many as it has. student: the
     folder of a smaller model with the same tokenizer, in place of cutting.
-    windows: of text by which it is measured what the original misses least.
+    windows: of text by which it is measured what the original misses least. fit: of text by which
+    what stays is fitted to the original before it learns (training/refitting.py); 0: it is not.
     samples, length: windows of text to learn from, and tokens a window; no samples: the student
     stays as it is cut. top_k: the original's likeliest tokens that are kept, with the remaining
     mass as one more. batch: windows a step. epochs: times each window is seen. rate: learning rate
@@ -56,7 +54,7 @@ class Shrink:
     """
 
     name: ClassVar[str] = "shrink"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = "dense"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "device", "heldout", "student")
@@ -66,6 +64,7 @@ class Shrink:
     kv_heads: int | None = None
     student: str | None = None
     windows: int = 2
+    fit: int = 32
     samples: int = 128
     length: int = 512
     top_k: int = 64
@@ -80,12 +79,14 @@ class Shrink:
 
     def __post_init__(self) -> None:
         counts = ("windows", "top_k", "batch", "epochs", "measures", "patience", *SIZES)
-        least = {**dict.fromkeys(counts, 1), "samples": 0, "length": 16}
+        least = {**dict.fromkeys(counts, 1), "fit": 0, "samples": 0, "length": 16}
         problems = [
             f"shrink.{name} is {value}; wanted at least {number}"
             for name, number in least.items()
             if (value := getattr(self, name)) is not None and value < number
         ]
+        if self.fit == 1:
+            problems.append("shrink.fit is 1; wanted 0, or at least 2, one of them to check by")
         if self.rate <= 0:
             problems.append(f"shrink.rate is {self.rate}; wanted above 0")
         if not 0 <= self.hard <= 1:
@@ -176,14 +177,21 @@ class Shrink:
         )
         before = distance(given)
         logger.info(f"  untrained: held-out KL {before.kl:.4f}, perplexity {before.ppl:.2f}")
-        taught = self._taught(run, given, held, out) if self.samples else {"kept": False}
+        fit, start = None, given
+        if self.fit and self.student is None:
+            folder = run.work / "fitted"
+            make = partial(self._fit, run, given, cut["left_out"], folder, distance)
+            fit = once(folder.with_suffix(".json"), make)
+            start = folder if fit["kl"] < before.kl else given
+        taught = self._taught(run, start, held, out) if self.samples else {"kept": False}
         if not taught["kept"]:
-            checkpoint.hand_on(given, out)
+            checkpoint.hand_on(start, out)
         after = distance(out)
         logger.info(f"  in the end: held-out KL {after.kl:.4f}, perplexity {after.ppl:.2f}")
         kls = {"before": before.kl, "after": after.kl}
         return {
             **cut,
+            "fit": fit,
             "ppl": {"original": said["ppl"], "before": before.ppl, "after": after.ppl},
             "kl": kls,
             "heldout_kl": kls,
@@ -203,12 +211,7 @@ class Shrink:
         if given is not None:
             checkpoint.hand_on(given, folder)
         else:
-            model = BlockModel(
-                original,
-                device=run.config.device,
-                dtype=getattr(torch, self.precision),
-                trust_remote_code=options.trust_remote_code,
-            )
+            model = self._opened(run, original)
             text = self._windows(run, self.windows, run.config.seed)
             file = run.stages / "shrink_trials.json"
             cut, removed = choose(model, text, file, self.size(model.config))
@@ -226,11 +229,39 @@ class Shrink:
             "bytes": both(lambda f: sum(tensor_bytes(f).values())),
         }
 
+    def _fit(
+        self,
+        run: Run,
+        given: Path,
+        left_out: list[dict[str, Any]],
+        folder: Path,
+        distance: Callable[[Path], heldout.Distance],
+    ) -> dict[str, Any]:
+        """Make `folder` the cut model in `given`, fitted to the original; how close it is."""
+        original = self._opened(run, run.artifacts["dense"])
+        gone = {removal["block"] for removal in left_out}
+        kept = [block for block in range(len(original)) if block not in gone]
+        text = self._windows(run, self.fit, run.config.seed)
+        dtype = storage_dtype(original.config, run.config.model.dtype)
+        tensors = refitted(original, self._opened(run, given), kept, text, dtype)
+        checkpoint.rewrite(given, _emptied(folder), tensors, describe(given))
+        found = distance(folder)
+        logger.info(f"  fitted: held-out KL {found.kl:.4f}, perplexity {found.ppl:.2f}")
+        return {"tokens": text.tokens, "tensors": len(tensors), **found.asdict()}
+
+    def _opened(self, run: Run, folder: Path) -> BlockModel:
+        return BlockModel(
+            folder,
+            device=run.config.device,
+            dtype=getattr(torch, self.precision),
+            trust_remote_code=run.config.model.trust_remote_code,
+        )
+
     def _taught(self, run: Run, given: Path, held: Path, out: Path) -> dict[str, Any]:
         """Train the student in `given`; where that makes it better, write it to `out`."""
         made = self._labels(run)
         batch = min(self.batch, len(made))
-        history, best = processes.everywhere(self._learn, run, given, held, made, batch)
+        history, best = processes.everywhere(learn_all, self, run, given, held, made, batch)
         kept = history.best_step > 0
         if kept:
             checkpoint.rewrite(given, out, best, describe(given))
@@ -241,32 +272,6 @@ class Shrink:
             "kept": kept,
             "notes": [] if kept else ["no step improved the student; it stays as it was"],
         }
-
-    def _learn(
-        self, run: Run, given: Path, held: Path, made: Labels, batch: int
-    ) -> tuple[History, dict[str, Tensor]]:
-        """Train all weights on `batch` windows of `made` a step, of which several processes each
-        take a share: the measured curve, and the best step's tensors by their stored names.
-        """
-        processes.refuse_fewer("shrink.batch", batch)
-        model = load_exact(given, run.config)
-        history = teach(
-            model,
-            [(self.rate, dict(model.named_parameters()))],
-            made,
-            batch,
-            Objective("kl", hard=self.hard),
-            self,
-            lambda: heldout.distance_of(model, held).kl,
-            run,
-        )
-        best = {stored_name(model.config, name): value for name, value in history.best.items()}
-        # A tied head learns as the embedding; some files hold both.
-        files = TensorFiles(given)
-        for head, embedding in model.all_tied_weights_keys.items():
-            if (name := stored_name(model.config, head)) in files:
-                best[name] = history.best[embedding]
-        return history, best
 
     def _labels(self, run: Run) -> Labels:
         """The original's labels, which stay beside the stages: other settings read them again."""

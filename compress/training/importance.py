@@ -90,7 +90,7 @@ class Trials:
     """
 
     def __init__(self, model: BlockModel, windows: Windows, file: Path) -> None:
-        self.model, self.rows, self.file = model, _rows(model, windows), file
+        self.model, self.rows, self.file = model, rows_of(model, windows), file
         text = hashlib.sha256(windows.ids.numpy().tobytes() + windows.mask.numpy().tobytes())
         self.key = {
             "version": VERSION,
@@ -153,7 +153,7 @@ def mean_squares(
     """Of every block the mean square [K] of each channel that goes into `linears` (their names in
     the block), over the tokens of `windows`.
     """
-    rows = _rows(model, windows)
+    rows = rows_of(model, windows)
     hidden = [model.embed(row) for row in rows]
     found = []
     for index in range(len(model)):
@@ -180,7 +180,7 @@ def _adds_squares(
     return linear.register_forward_pre_hook(add)
 
 
-def _rows(model: BlockModel, windows: Windows) -> list[Tensor]:
+def rows_of(model: BlockModel, windows: Windows) -> list[Tensor]:
     """The tokens [1, t] of each window, without its padding."""
     sizes = windows.mask.sum(1).tolist()
     return [

@@ -14,14 +14,14 @@ from compress.artifact import Artifact
 from compress.blocks.hidden import HiddenStates
 from compress.config import Config
 from compress.stages import calibrate, quantize
-from compress.training import importance, labels
+from compress.training import importance, labels, refitting
 from compress.training import loop as training
 
 Small = Callable[..., Config]
 
 BUILD = "stages=[plan,calibrate,quantize,distill,extend,export]"
 ALL = ("plan", "calibrate", "quantize", "distill", "extend", "export", "serve", "score", "report")
-WITH_BARS = (calibrate, quantize, importance, labels, training)
+WITH_BARS = (calibrate, quantize, importance, refitting, labels, training)
 
 
 @pytest.fixture(scope="module")

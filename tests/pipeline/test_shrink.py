@@ -24,7 +24,11 @@ from compress.text.documents import python_docs
 Small = Callable[..., Config]
 
 CUT = ("shrink.blocks=3", "shrink.mlp=256", "shrink.kv_heads=1")
-TAUGHT = (*CUT, "shrink.samples=24", "shrink.length=64", "shrink.measures=2", "shrink.rate=1e-3")
+TAUGHT = (
+    *CUT,
+    *("shrink.samples=96", "shrink.length=64", "shrink.batch=4"),
+    *("shrink.measures=2", "shrink.rate=5e-4"),
+)
 
 
 def manifest(out: Path, stage: str) -> dict[str, Any]:
@@ -79,8 +83,12 @@ def test_the_checkpoint_is_the_smaller_model(finished: Path, tiny_model: Path) -
 def test_the_student_learns_and_all_is_measured_by_the_original(finished: Path) -> None:
     shrink, plan = manifest(finished, "shrink"), manifest(finished, "plan")
     assert shrink["kept"]
-    assert shrink["tokens"] == 24 * 64
-    assert shrink["kl"]["after"] < 0.9 * shrink["kl"]["before"]
+    assert shrink["tokens"] == 96 * 64
+    assert shrink["fit"]["tensors"] == 2 * 3
+    assert shrink["fit"]["tokens"] == 32 * 64
+    assert shrink["fit"]["kl"] < 0.9 * shrink["kl"]["before"]
+    assert shrink["curve"][0]["kl"] == pytest.approx(shrink["fit"]["kl"], rel=1e-3)
+    assert shrink["kl"]["after"] < shrink["fit"]["kl"]
     assert shrink["ppl"]["original"] < shrink["ppl"]["after"] < shrink["ppl"]["before"]
     assert len(shrink["left_out"]) == 1
     quantize, score = manifest(finished, "quantize"), manifest(finished, "score")
@@ -104,7 +112,7 @@ def test_the_report_says_what_was_cut(finished: Path) -> None:
     findings = json.loads((finished / "report.json").read_text())["verdict"]["findings"]
     (said,) = [f["text"] for f in findings if f["about"] == "A smaller model"]
     assert wanted in said
-    assert "1,536 tokens of the original's soft labels" in said
+    assert "6,144 tokens of the original's soft labels" in said
     assert "<h2>A smaller model</h2>" in (finished / "report.html").read_text()
     card = (finished / "checkpoint" / "README.md").read_text()
     assert wanted in card
@@ -116,7 +124,7 @@ def test_killed_again_and_again_it_goes_on_to_the_same_bytes(short: Small, finis
         return short(*TAUGHT, "stages=[shrink]")
 
     out = Path(config().out or "")
-    for bar, after in (("leave out", 2), ("soft labels", 1), ("shrink", 11)):
+    for bar, after in (("leave out", 2), ("fit", 1), ("soft labels", 1), ("shrink", 11)):
         assert forked(partial(killed_in_bar, bar, after, config())) == -9
         assert (out / "stages" / "shrink.partial" / "key.json").exists()
     assert forked(lambda: pipeline.run(config())) == 0
@@ -143,6 +151,10 @@ def test_other_settings_use_the_labels_again_and_cut_alone_is_handed_on(
     pipeline.run(short(*words, "shrink.samples=0"))
     told = manifest(out, "shrink")
     assert told["kept"] is False
+    assert told["kl"]["before"] > told["kl"]["after"] == told["fit"]["kl"] > 0
+    pipeline.run(short(*words, "shrink.samples=0", "shrink.fit=0"))
+    told = manifest(out, "shrink")
+    assert told["fit"] is None
     assert told["kl"]["after"] == told["kl"]["before"] > 0
     assert describe(out / "stages" / "shrink")["num_hidden_layers"] == 3
 
@@ -224,10 +236,11 @@ def test_every_wrong_setting_is_told_at_once() -> None:
     from compress.stages.shrink import Shrink
 
     with pytest.raises(ConfigError) as error:
-        Shrink(blocks=0, rate=0.0, hard=2.0, precision="fp8", samples=-1, student="x")
+        Shrink(blocks=0, fit=1, rate=0.0, hard=2.0, precision="fp8", samples=-1, student="x")
     assert str(error.value).splitlines() == [
         "shrink.blocks is 0; wanted at least 1",
         "shrink.samples is -1; wanted at least 0",
+        "shrink.fit is 1; wanted 0, or at least 2, one of them to check by",
         "shrink.rate is 0.0; wanted above 0",
         "shrink.hard is 2.0; wanted 0 to 1",
         "shrink.precision is 'fp8'; wanted one of float32, bfloat16",
