@@ -17,11 +17,11 @@ from compress.algorithms import rope
 from compress.config import Config
 from compress.errors import UserError
 from compress.runtime.loader import load
-from compress.source import read_config
+from compress.source import describe, read_config
 
 Small = Callable[..., Config]
 
-STAGES = "stages=[calibrate,quantize,extend,export]"
+STAGES = "stages=[calibrate,quantize,distill,extend,export]"
 LONGER = (
     STAGES,
     "extend.method=yarn",
@@ -31,11 +31,23 @@ LONGER = (
     "extend.keys=1",
     "extend.depths=2",
 )
+INT4 = (
+    STAGES,
+    "quantize=w4a16",
+    "quantize.group_size=32",
+    "extend.method=ntk",
+    "extend.factor=4",
+    "extend.steps=4",
+    "extend.length=64",
+)
+
+Run = tuple[Path, Any]
+"""The folder of a run, and what extend said."""
 
 
 @pytest.fixture(scope="module")
-def extended(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[Path, Any]:
-    """The folder of a run, killed in its fine-tune and gone on with, and what extend said."""
+def int8(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Run:
+    """A run with W8A8 and yarn that was killed in its fine-tune and gone on with."""
     from small import SMALL, composed
 
     out = tmp_path_factory.mktemp("longer") / "run"
@@ -51,26 +63,52 @@ def extended(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tupl
     assert {f.name for f in work.iterdir()} >= {"before.json", "scaled.json", "extend.state"}
     assert forked(lambda: pipeline.run(settings())) == 0
     assert files(out / "checkpoint") == alone
-    return out, json.loads((out / "stages" / "extend.json").read_text())["metrics"]
+    return out, told(out, "extend")
 
 
-def test_the_checkpoint_turns_by_the_formulae_in_its_window(extended: tuple[Path, Any]) -> None:
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Run:
+    """A run with W4A16, distilled, four times the window by NTK-aware."""
+    from small import SMALL, composed
+
+    out = tmp_path_factory.mktemp("int4") / "run"
+    given = ["recipe=tiny", f"model.path={tiny_model}", f"out={out}", *SMALL, *INT4]
+    assert forked(lambda: pipeline.run(composed(*given))) == 0
+    assert told(out, "distill")["kept"]
+    return out, told(out, "extend")
+
+
+@pytest.fixture(params=["int8", "int4"])
+def extended(request: pytest.FixtureRequest) -> Run:
+    return request.getfixturevalue(request.param)
+
+
+def told(out: Path, stage: str) -> Any:
+    return json.loads((out / "stages" / f"{stage}.json").read_text())["metrics"]
+
+
+def test_the_checkpoint_turns_by_the_formulae_in_its_window(extended: Run) -> None:
     out, told = extended
     before, after = told["window"]["before"], told["window"]["after"]
-    assert after == 2 * before
+    assert after == told["factor"] * before > before
+    assert describe(out / "checkpoint")["max_position_embeddings"] == after
     model = AutoModelForCausalLM.from_pretrained(out / "checkpoint", dtype=torch.float32)
     assert model.config.max_position_embeddings == after
     wanted, temperature = rope.frequencies(model.config.rope_parameters, 32, after)
     turner = model.model.rotary_emb
     torch.testing.assert_close(turner.inv_freq.double(), wanted, rtol=1e-5, atol=0)
     assert turner.attention_scaling == pytest.approx(temperature)
+
+
+def test_the_model_turns_by_what_the_search_found(int8: Run) -> None:
+    _, told = int8
     original = told["rope_parameters"]["original_max_position_embeddings"]
-    assert original == round(before / told["stretch"])
+    assert original == round(told["window"]["before"] / told["stretch"])
     assert told["stretch"] == float(min(told["search"], key=lambda k: told["search"][k]))
     assert told["rope_parameters"]["factor"] == 2 * told["stretch"]
 
 
-def test_the_checkpoint_generates_past_the_old_window(extended: tuple[Path, Any]) -> None:
+def test_the_checkpoint_generates_past_the_old_window(extended: Run) -> None:
     out, told = extended
     folder, window = out / "checkpoint", told["window"]["before"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -86,8 +124,8 @@ def test_the_checkpoint_generates_past_the_old_window(extended: tuple[Path, Any]
     assert float((wanted - found).abs().max()) < 0.02 * float(wanted.abs().max())
 
 
-def test_the_stage_says_how_the_window_is_read(extended: tuple[Path, Any]) -> None:
-    _, told = extended
+def test_the_stage_says_how_the_window_is_read(int8: Run) -> None:
+    _, told = int8
     states = ("before", "scaled", "after")
     for key in ("ppl", "short_ppl", "retrieval"):
         assert set(told[key]) == set(states)
