@@ -49,9 +49,13 @@ class Peaks:
 
 @torch.inference_mode()
 def measure_peaks(device: torch.device, seconds: float = 0.3) -> Peaks:
-    """Matrix products of 1024 x 1024 in bf16, and sums over 256 MB; the best of some each."""
-    square = torch.randn((1024, 1024), device=device).to(torch.bfloat16)
-    long = torch.ones(1 << 26, device=device)
+    """Matrix products of 1024 x 1024 in bf16, and sums over 256 MB; the best of some each.
+
+    On a GPU, which is done with these before the next is launched, of 8192 x 8192 and over 1 GB.
+    """
+    side, length = (8192, 1 << 28) if device.type == "cuda" else (1024, 1 << 26)
+    square = torch.randn((side, side), device=device).to(torch.bfloat16)
+    long = torch.ones(length, device=device)
 
     def best(work: Any) -> float:
         work()
@@ -65,7 +69,7 @@ def measure_peaks(device: torch.device, seconds: float = 0.3) -> Peaks:
             times.append(time.perf_counter() - start)
         return min(times)
 
-    flops = 2 * 1024**3 / best(lambda: square @ square)
+    flops = 2 * side**3 / best(lambda: square @ square)
     return Peaks(flops, long.nbytes / best(long.sum))
 
 
