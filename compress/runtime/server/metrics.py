@@ -65,14 +65,14 @@ class Watch:
 
     def came(self, tokens: int) -> None:
         """So many tokens came, at once."""
-        now = time.perf_counter()
+        now, later = time.perf_counter(), tokens
         if self._last is None:
             self._metrics.prompt_tokens.inc(self._prompt_tokens)
             self._metrics.cut_tokens.inc(self._cut_tokens)
             self._metrics.ttft.observe(now - self._arrived)
-        else:
-            for _ in range(tokens):
-                self._metrics.tpot.observe((now - self._last) / tokens)
+            self._last, later = now, tokens - 1
+        for _ in range(later):
+            self._metrics.tpot.observe((now - self._last) / tokens)
         self._last = now
         self._metrics.new_tokens.inc(tokens)
 
