@@ -21,7 +21,7 @@ from compress.runtime.loader import load
 from compress.runtime.server import answers
 from compress.runtime.server.answers import Answer, Served
 from compress.runtime.server.protocol import Common
-from tests.serving.asking import complete, number
+from tests.serving.asking import complete, counted, number
 from tests.serving.conftest import LONG, NAME, Running, running
 
 PROMPTS = [
@@ -128,7 +128,7 @@ def test_models_and_health(server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_blocks(server: Running, stream: bool) -> None:
-    made = number(server, "new_tokens_total")
+    made, left = number(server, "new_tokens_total"), counted(server, "abandoned")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     body = {"model": NAME, "prompt": "Once", "max_tokens": LONG, "temperature": 0, "stream": stream}
     connection.request("POST", "/v1/completions", json.dumps(body))
@@ -138,6 +138,7 @@ def test_a_client_that_goes_away_frees_its_blocks(server: Running, stream: bool)
     assert number(server, "kv_tokens") == 0
     assert number(server, "new_tokens_total") - made < LONG
     assert not server.served.engine._manager.output_router.result_handlers
+    assert server.until(lambda: counted(server, "abandoned") == left + 1)
 
 
 def test_a_prompt_that_takes_long_to_read_holds_up_no_one_else(
@@ -206,6 +207,7 @@ def test_a_request_that_the_engine_ends_is_told_so(folder: Path) -> None:
         with pytest.raises(APIError, match="finished before this request completed"):
             list(stream)
         stream.close()
+        assert counted(ends, "failed") == 2
         with pytest.raises(InternalServerError, match="the engine has stopped") as caught:
             complete(ends.client, "Once")
         assert caught.value.status_code == 503
