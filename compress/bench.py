@@ -83,7 +83,7 @@ def prepared(settings: Options) -> tuple[PreTrainedModel, list[LoadRequest]]:
     """The checkpoint, loaded, and the requests of the workload, cut to what it holds."""
     limits = settings.limits()  # which refuses what cannot be, before anything is loaded
     model, tokenizer = load_with_tokenizer(
-        Path(settings.checkpoint),
+        Path(settings.checkpoint).expanduser(),
         device=settings.device,
         backend=settings.backend,
         trust_remote_code=settings.trust_remote_code,

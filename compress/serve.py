@@ -91,7 +91,7 @@ class Options:
 
 def served(settings: Options) -> Served:
     """Load the checkpoint and put an engine around it."""
-    folder, limits = Path(settings.checkpoint), settings.limits()
+    folder, limits = Path(settings.checkpoint).expanduser(), settings.limits()
     model, tokenizer = load_with_tokenizer(
         folder,
         device=settings.device,

@@ -91,6 +91,7 @@ def test_what_does_not_finish_in_time_is_ended(folder: Path) -> None:
     [
         ([], "checkpoint is not given; wanted checkpoint=…"),
         (["checkpoint=nowhere"], "nowhere: no config.json there; wanted a checkpoint's folder"),
+        (["checkpoint=~/nowhere"], f"{Path.home()}/nowhere: no config.json there"),
         (["checkpoint"], "checkpoint: no option; wanted field=value, of checkpoint, name, "),
         (["checkpoint=a", "prt=1"], "prt: no such option; there are port"),
         (["checkpoint=a", "port=x"], "port=x: Value 'x' of type 'str' could not be converted to "),

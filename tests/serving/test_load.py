@@ -205,6 +205,7 @@ def test_a_mistake_in_the_options_is_one_line_and_leaves_no_folder(
         (["rate=0"], "rate is 0.0; wanted above 0, or null"),
         (["running=0"], "running is 0; wanted at least 1"),
         (["checkpoint=nowhere"], "nowhere: no config.json there"),
+        (["checkpoint=~/nowhere"], f"{Path.home()}/nowhere: no config.json there"),
         ([f"checkpoint={folder}", "workload=chats"], "workload=chats: no such file"),
     ):
         with pytest.raises(UserError, match=message):

@@ -63,7 +63,7 @@ def requests(
         lengths = [(_drawn(mix.prompt, draw), _drawn(mix.answer, draw)) for _ in range(number)]
         made = [LoadRequest(_words(n, vocabulary, draw), new) for n, new in lengths]
     else:
-        path = Path(workload)
+        path = Path(workload).expanduser()
         if not path.is_file():
             raise UserError(
                 f"workload={workload}: no such file; wanted a JSONL file, or {', '.join(MIXES)}"
