@@ -35,6 +35,8 @@ addEventListener("load", () => {
     found[width] = {
       scroll: page.documentElement.scrollWidth,
       wide: wide.map((one) => one.tagName + "." + one.className),
+      cut: [...page.querySelectorAll(".scroll")].filter(
+        (one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.innerText.slice(0, 60)),
     };
   }
   document.title = JSON.stringify(found);
@@ -69,8 +71,8 @@ def show(page: Path, folder: Path, *words: str) -> Shown:
 
 
 def measure(page: Path, folder: Path) -> tuple[dict[int, dict[str, object]], Shown]:
-    """By width of the window: how wide the page is, and what sticks out to the right; and what was
-    said and asked for meanwhile.
+    """By width of the window: how wide the page is, what sticks out to the right, and tables that
+    have to be scrolled; and what was said and asked for meanwhile.
     """
     text = escape(page.read_text(encoding="utf-8"))
     frames = "".join(FRAME.format(page=text, width=width) for width in WIDTHS)

@@ -52,6 +52,7 @@ def test_a_page_fits_its_window_asks_nobody_and_prints(
     found, shown = measure(file, tmp_path)
     assert {width: f["scroll"] for width, f in found.items()} == {w: w for w in WIDTHS}
     assert [f["wide"] for f in found.values()] == [[], []]
+    assert found[1280]["cut"] == []
     assert (shown.console, shown.asked) == ([], [])
 
     printed = tmp_path / "page.pdf"
@@ -65,10 +66,11 @@ def test_a_page_that_is_too_wide_loud_and_fetches_is_found_out(tmp_path: Path) -
     file = tmp_path / "page.html"
     file.write_text(
         '<body style="margin: 0"><div class="long" style="width: 500px">x</div>'
+        '<div class="scroll" style="width: 90px; overflow: auto"><p style="width: 91.5px">x</p></div>'
         '<img src="http://127.0.0.1:9/a.png"><script>console.error("no")</script>'
     )
     found, shown = measure(file, tmp_path)
-    assert found[390] == {"scroll": 500, "wide": ["DIV.long"]}
-    assert found[1280] == {"scroll": 1280, "wide": []}
+    assert found[390] == {"scroll": 500, "wide": ["DIV.long"], "cut": ["x"]}
+    assert found[1280] == {"scroll": 1280, "wide": [], "cut": ["x"]}
     assert any('"no"' in line for line in shown.console)
     assert shown.asked == ["http://127.0.0.1:9/a.png"]
