@@ -66,7 +66,8 @@ def test_a_page_that_is_too_wide_loud_and_fetches_is_found_out(tmp_path: Path) -
     file = tmp_path / "page.html"
     file.write_text(
         '<body style="margin: 0"><div class="long" style="width: 500px">x</div>'
-        '<div class="scroll" style="width: 90px; overflow: auto"><p style="width: 91.5px">x</p></div>'
+        '<div class="scroll" style="width: 90px; overflow: auto">'
+        '<p style="width: 91.5px">x</p></div>'
         '<img src="http://127.0.0.1:9/a.png"><script>console.error("no")</script>'
     )
     found, shown = measure(file, tmp_path)
