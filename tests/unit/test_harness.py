@@ -1,5 +1,6 @@
 """Our local kinds of task answer as lm-evaluation-harness does, item by item."""
 
+import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoTokenizer
 
 from compress import harness
@@ -14,6 +16,7 @@ from compress.errors import UserError
 from compress.eval.answers import ask, score
 from compress.eval.judge import questions
 from compress.eval.own import read
+from compress.report.tasks import change, label
 from compress.runtime.loader import load
 
 ITEMS = {"stories260k": 100, "smollm2": 30}
@@ -84,6 +87,65 @@ def test_every_item_is_judged_as_the_harness_does(
         exact = model.dtype == torch.float32
         close = {"rel": 1e-4} if exact else {"rel": 1e-2, "abs": COARSE[name]}
         assert answer.likelihoods == pytest.approx(likelihoods, **close)
+
+
+def sample(item: int, **metrics: Any) -> dict[str, Any]:
+    return {"doc_id": item, "filter": "none", "metrics": list(metrics), **metrics}
+
+
+def test_items_of_two_results_are_compared_one_by_one() -> None:
+    sides = {"before": [1.0, 1.0, 1.0, 0.0], "after": [0.0, 1.0, 1.0, 1.0]}
+    results = {
+        when: {
+            "samples": {
+                "quiz": [
+                    sample(item, acc=right, f1=0.5 * right, perplexity=(-3.0, 2))
+                    for item, right in enumerate(values)
+                ][:: 1 if when == "before" else -1]  # in whatever order
+            }
+        }
+        for when, values in sides.items()
+    }
+    accuracy, f1 = harness.paired(results["before"], results["after"])
+    assert (accuracy["name"], accuracy["metric"], f1["metric"]) == ("quiz", "acc", "f1")
+    assert (accuracy["n"], accuracy["before"], accuracy["after"]) == (4, 75.0, 75.0)
+    assert (accuracy["gained"], accuracy["lost"], accuracy["p"]) == (1, 1, 1.0)
+    assert accuracy["smallest_loss"] is None  # four items cannot show any
+    assert (f1["before"], f1["ci95"]) == (37.5, [-37.5, 37.5])
+    assert label(f1) == "quiz, f1"
+    assert change(f1) == "unclear"
+
+
+def test_answers_that_are_read_in_two_ways_are_two_metrics() -> None:
+    results = {
+        "samples": {
+            "sums": [
+                {**sample(0, exact_match=1.0), "filter": "strict-match"},
+                {**sample(0, exact_match=0.0), "filter": "flexible-extract"},
+            ]
+        }
+    }
+    found = {row["metric"]: row["before"] for row in harness.paired(results, results)}
+    assert found == {"exact_match, strict-match": 100.0, "exact_match, flexible-extract": 0.0}
+
+
+@needs_harness
+@pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
+def test_the_command_sets_a_model_beside_its_original(
+    stories260k: Path, shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"task": "local_hellaswag", "test_split": "test", "dataset_path": "json"}
+    config |= {"dataset_kwargs": {"data_files": {"test": str(shared_data / FILES["hellaswag"])}}}
+    (tmp_path / "local.yaml").write_text(yaml.safe_dump(config | THEIRS["hellaswag"]))
+    words = [f"folder={stories260k}", f"original={stories260k}", "limit=4", "shots=0"]
+    harness.main([*words, f"tasks={tmp_path / 'local.yaml'}", f"out={tmp_path / 'out.json'}"])
+    said = capsys.readouterr().out
+    rows = json.loads(said[said.index("[\n") :])
+    assert {(row["metric"], row["n"], row["gained"], row["lost"]) for row in rows} == {
+        ("acc", 4, 0, 0),
+        ("acc_norm", 4, 0, 0),
+    }
+    assert json.loads((tmp_path / "out.json").read_text()).keys() == {"before", "after", "paired"}
 
 
 def test_without_the_harness_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
