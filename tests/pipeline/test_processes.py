@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,12 +118,12 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def killed_at(step: int, config: Config) -> None:
-    """Run, and die when `step` steps of distill are done."""
+def killed_at(step: int, config: Config, stage: str = "distill") -> None:
+    """Run, and die when `step` steps of a stage's training are done."""
 
     def dying(items: Iterable[object], what: str, *_: object, **__: object) -> Iterator[object]:
         for number, item in enumerate(items):
-            if (what, number) == ("distill", step):
+            if (what, number) == (stage, step):
                 die()
             yield item
 
@@ -146,16 +147,16 @@ def test_two_processes_give_what_one_gives_and_go_on_where_they_were_killed(
     assert files(stages_of(two) / "distill") == files(stages_of(whole) / "distill")
 
 
-def near(found: Path, wanted: Path) -> None:
+def near(found: Path, wanted: Path, stage: str = "distill", best: int = 14) -> None:
     """The students of two runs differ by no more than sums in another order do, rounded to 16 bit;
     some of it shows, or both would be the same computation.
     """
-    told = [json.loads((s / "distill.json").read_text())["metrics"] for s in (found, wanted)]
+    told = [json.loads((s / f"{stage}.json").read_text())["metrics"] for s in (found, wanted)]
     curves = [[point["kl"] for point in figures["curve"]] for figures in told]
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
     assert curves[0] != curves[1]
-    assert [figures["best_step"] for figures in told] == [14, 14]
-    one, other = (load_file(s / "distill" / "model.safetensors") for s in (found, wanted))
+    assert [figures["best_step"] for figures in told] == [best, best]
+    one, other = (load_file(s / stage / "model.safetensors") for s in (found, wanted))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         largest = other[name].abs().max().float()
@@ -171,6 +172,26 @@ def test_a_model_cut_over_two_processes_learns_what_one_learns_killed_or_not(
     assert launched(lambda: killed_at(11, cut), **sharded) == [-signal.SIGKILL, 2]
     assert launched(lambda: pipeline.run(cut), **sharded) == [0, 0]
     near(stages_of(cut), alone)
+
+
+def test_two_processes_teach_a_smaller_model_as_one_does_killed_or_not(
+    settings: Callable[[str], Config],
+) -> None:
+    def smaller(out: str) -> Config:
+        config = settings(out)
+        config.stages = ["shrink"]
+        cut, taught = {"blocks": 3, "mlp": 256, "kv_heads": 1}, {"samples": 24, "length": 64}
+        config.shrink = replace(
+            config.shrink, **cut, **taught, batch=2, rate=1e-3, measures=1, fit=0
+        )
+        return config
+
+    one, two = smaller("shrunk-by-one"), smaller("shrunk-by-two")
+    assert forked(lambda: pipeline.run(one)) == 0
+    assert launched(lambda: killed_at(11, two, "shrink")) == [-signal.SIGKILL, 2]
+    assert launched(lambda: pipeline.run(two)) == [0, 0]
+    assert files(stages_of(two) / "shrink_labels") == files(stages_of(one) / "shrink_labels")
+    near(stages_of(two), stages_of(one), "shrink", 12)
 
 
 def test_a_process_without_a_window_is_refused(
