@@ -91,9 +91,12 @@ def command(config: Any) -> str:
 
 
 def _models(run: Run) -> dict[str, Path]:
-    """Where the models are that the report compares; `checkpoint` is in the run's own folder."""
-    places = {"original": "dense", "compressed": "checkpoint"}
-    return {name: run.artifacts[at] for name, at in places.items() if at in run.artifacts}
+    """Where the models are that the report compares, as far as they are there."""
+    places = {
+        "original": run.artifacts.get("original", run.artifacts.get("dense")),
+        "compressed": run.artifacts.get("checkpoint"),
+    }
+    return {name: place for name, place in places.items() if place is not None}
 
 
 def _folders(run: Run) -> tuple[Path, Path]:
