@@ -46,7 +46,7 @@ def refitted(
     """
     if original.config.model_type not in ADDS:
         return {}
-    factor = getattr(original.config, "residual_multiplier", 1.0)
+    factor = _factor(original)
     rows = rows_of(original, windows)
     hidden = [original.embed(row) for row in rows]
     ends, _ = _passed(original, range(kept[0]), rows, hidden)
@@ -58,16 +58,12 @@ def refitted(
             for name, targets in ((ATTENTION_OUT, middles), (MLP_OUT, ends)):
                 linear = block.get_submodule(name)
                 assert isinstance(linear, nn.Linear)
-                fitted_on, checked = (Sums(linear.weight) for _ in range(2))
-                for place, (states, row) in enumerate(zip(hidden, rows, strict=True)):
-                    with _watched(linear) as seen:
-                        outputs = block(states, **student.calls(row)[number])
-                    if name == ATTENTION_OUT:
-                        outputs = states + factor * seen["outputs"]
+                sums = Sums(linear.weight), Sums(linear.weight)
+                passes = _lacking(student, number, name, block, rows, hidden, targets)
+                for place, (inputs, lacking) in enumerate(passes):
                     weights = 1 / ends[place].float().square().mean(-1, keepdim=True)
-                    sums = checked if place % CHECKED == 1 else fitted_on
-                    sums.add(seen["inputs"], (targets[place] - outputs) / factor, weights)
-                fitted = refit(linear.weight, fitted_on, checked).to(dtype)
+                    sums[place % CHECKED == 1].add(inputs, lacking / factor, weights)
+                fitted = refit(linear.weight, *sums).to(dtype)
                 linear.weight.copy_(fitted)
                 found[f"{student.block_name(number)}.{name}.weight"] = fitted.cpu()
             hidden = [
@@ -77,11 +73,32 @@ def refitted(
     return found
 
 
+def _lacking(
+    student: BlockModel,
+    number: int,
+    name: str,
+    block: nn.Module,
+    rows: Sequence[Tensor],
+    hidden: Sequence[Tensor],
+    targets: Sequence[Tensor],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each window what goes into the linear `name` of a block [1, t, K], and what the residual
+    stream behind it lacks [1, t, H].
+    """
+    factor = _factor(student)
+    for states, row, target in zip(hidden, rows, targets, strict=True):
+        with _watched(block.get_submodule(name)) as seen:
+            behind = block(states, **student.calls(row)[number])
+        if name == ATTENTION_OUT:
+            behind = states + factor * seen["outputs"]
+        yield seen["inputs"], target - behind
+
+
 def _passed(
     model: BlockModel, blocks: range, rows: Sequence[Tensor], hidden: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Hidden states past `blocks`, and past the attention of the first of them alone."""
-    factor = getattr(model.config, "residual_multiplier", 1.0)
+    factor = _factor(model)
     hidden, middles = list(hidden), []
     for index in blocks:
         with model.block(index) as block:
@@ -91,6 +108,11 @@ def _passed(
                 if index == blocks.start:
                     middles.append(states + factor * seen["outputs"])
     return hidden, middles
+
+
+def _factor(model: BlockModel) -> float:
+    """By what its blocks multiply what they add to the residual stream."""
+    return getattr(model.config, "residual_multiplier", 1.0)
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from compress import pipeline
 from compress.config import Config
 from compress.errors import ConfigError, UserError
-from compress.source import describe
+from compress.source import describe, read_config
+from compress.stages.shrink import Shrink
 from compress.text.documents import python_docs
 
 Small = Callable[..., Config]
@@ -232,9 +233,18 @@ def test_what_cannot_be_is_refused_before_anything_is_computed(
     assert not work.exists() or not list(work.iterdir())
 
 
-def test_every_wrong_setting_is_told_at_once() -> None:
-    from compress.stages.shrink import Shrink
+def test_a_student_whose_output_is_padded_otherwise_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    given = Path(shutil.copytree(tiny_model, tmp_path / "padded"))
+    described = describe(given)
+    own = described["vocab_size"]
+    (given / "config.json").write_text(json.dumps({**described, "vocab_size": own + 64}))
+    with pytest.raises(UserError, match=f"an output of {own + 64} tokens, .* has {own}; wanted as"):
+        Shrink(student=str(given)).refuse(read_config(tiny_model, False), tiny_model, False)
 
+
+def test_every_wrong_setting_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         Shrink(blocks=0, fit=1, rate=0.0, hard=2.0, precision="fp8", samples=-1, student="x")
     assert str(error.value).splitlines() == [
