@@ -4,10 +4,11 @@
 
 The model and its quantized checkpoints are loaded and answer batches of prompts (--settings, batch
 x prompt tokens), NEW tokens each. Predicted from config.json and the scheme alone: the memory that
-this takes beside Python and its libraries, and TTFT and TPOT from a probe of the machine. Memory is
-measured in a process of its own, as the most that is resident while it answers. On one thread (the
-default) times are CPU seconds, which other work on the machine moves little; on more, wall seconds.
-Prints the errors and writes benchmarks/results/plan-MODEL.json with hardware and versions.
+this takes, Python and its libraries included, and TTFT and TPOT from a probe of the machine. Memory
+is measured in a process of its own, as the most that is resident while it answers. On one thread
+(the default) times are CPU seconds, which other work on the machine moves little; on more, wall
+seconds. --memory measures memory alone, which no other work moves. Prints the errors and writes
+benchmarks/results/plan-MODEL.json, or plan-memory-MODEL.json, with hardware and versions.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 
 from compress.artifact import write_json
 from compress.machine import PeakMemory, hardware, high_water, packages
-from compress.planning.memory import Weights, needed, weights_of
+from compress.planning.memory import SERVING_PROCESS, Weights, needed, weights_of
 from compress.planning.probe import measure_cpu, small_step
 from compress.planning.shape import Shape, read_model, shape_of
 from compress.planning.timing import Clock
@@ -73,8 +74,8 @@ def answer(
 
 
 def memory_of(folder: Path, batch: int, prompt: int, threads: int) -> dict[str, int]:
-    """Bytes resident before the model is loaded, and at most while it answers; in a process of
-    its own.
+    """Bytes resident `before` the model is loaded, and at most while it answers (`peak`); in a
+    process of its own.
     """
     asked = json.dumps({"folder": str(folder), "batch": batch, "prompt": prompt})
     command = [sys.executable, __file__, "--threads", str(threads), "--measure-memory", asked]
@@ -95,53 +96,57 @@ def measure_memory(folder: str, batch: int, prompt: int) -> dict[str, int]:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a checkpoint and setting."""
+    """A row a checkpoint and setting: pairs of what was predicted and what was measured."""
     shape = shape_of(read_model(str(options.model)), options.model.name)
-    timer = time.process_time if options.threads == 1 else time.perf_counter
     rows = []
     for folder in (options.model, *options.checkpoint):
-        model, weights = load(folder), scheme_of(folder, shape)
-        clock = Clock(shape, weights, measure_cpu(shape, timer))
+        weights = scheme_of(folder, shape)
+        timed = times(folder, weights, shape, options) if not options.memory else {}
         for setting in options.settings:
             batch, prompt = map(int, setting.split("x"))
-            answer(model, batch, prompt, timer)
-            steps = [answer(model, batch, prompt, timer) for _ in range(ROUNDS)]
             held = memory_of(folder, batch, prompt, options.threads)
-            tokens = prompt + NEW
-            parts = needed(shape, weights, "16", batch, tokens, prompts=batch)
-            decoded = [second for step in steps for second in step[1:]]
-            rows.append(
-                {
-                    "scheme": weights.scheme,
-                    "setting": setting,
-                    "memory": (held["before"] + sum(parts.values()), held["peak"]),
-                    "beside_python": (sum(parts.values()), held["peak"] - held["before"]),
-                    "ttft": (
-                        clock.prefill([prompt] * batch),
-                        statistics.median(step[0] for step in steps),
-                    ),
-                    "tpot": (
-                        clock.decode(batch, batch * (prompt + NEW / 2)),
-                        statistics.median(decoded),
-                    ),
-                }
-            )
+            parts = needed(shape, weights, "16", batch, prompt + NEW, prompts=batch)
+            row = {"scheme": weights.scheme, "setting": setting, "before": held["before"]}
+            row["memory"] = SERVING_PROCESS + sum(parts.values()), held["peak"]
+            rows.append(row | timed.get(setting, {}))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
+def times(
+    folder: Path, weights: Weights, shape: Shape, options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """By setting, TTFT and TPOT, predicted and measured."""
+    timer = time.process_time if options.threads == 1 else time.perf_counter
+    model = load(folder)
+    clock = Clock(shape, weights, measure_cpu(shape, timer))
+    found = {}
+    for setting in options.settings:
+        batch, prompt = map(int, setting.split("x"))
+        answer(model, batch, prompt, timer)
+        steps = [answer(model, batch, prompt, timer) for _ in range(ROUNDS)]
+        first = statistics.median(step[0] for step in steps)
+        later = statistics.median(second for step in steps for second in step[1:])
+        found[setting] = {
+            "ttft": (clock.prefill([prompt] * batch), first),
+            "tpot": (clock.decode(batch, batch * (prompt + NEW / 2)), later),
+        }
+    return found
+
+
+COLUMNS = {"memory": ("memory, MB", 1e6), "ttft": ("TTFT, ms", 1e-3), "tpot": ("TPOT, ms", 1e-3)}
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: predicted, measured, and how far the prediction is off."""
-    lines = [
-        "| scheme | batch x prompt | memory, MB | beside Python, MB | TTFT, ms | TPOT, ms |",
-        "|---|---|---|---|---|---|",
-    ]
-    units = {"memory": 1e6, "beside_python": 1e6, "ttft": 1e-3, "tpot": 1e-3}
+    columns = {key: column for key, column in COLUMNS.items() if key in rows[0]}
+    head = ["scheme", "batch x prompt", *(name for name, _ in columns.values())]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
         cells = [
             f"{row[key][0] / unit:.0f}, measured {row[key][1] / unit:.0f} "
-            f"({row[key][0] / row[key][1] - 1:+.0%})"
-            for key, unit in units.items()
+            f"({row[key][0] / row[key][1] - 1:+.1%})"
+            for key, (_, unit) in columns.items()
         ]
         lines.append(f"| {row['scheme']} | {row['setting']} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -156,6 +161,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, action="append", default=[], help="of it")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory", action="store_true", help="memory alone, no times")
     parser.add_argument("--measure-memory", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -165,7 +171,8 @@ def main() -> int:
     if options.model is None:
         parser.error("--model is missing; wanted a model's folder")
     rows = measure(options)
-    out = HERE / "results" / f"plan-{options.model.name}.json"
+    kind = "plan-memory" if options.memory else "plan"
+    out = HERE / "results" / f"{kind}-{options.model.name}.json"
     write_json(
         out,
         {

@@ -11,6 +11,7 @@ from compress.planning.context import long_context, within
 from compress.planning.devices import CPU, Device
 from compress.planning.memory import (
     OVERHEAD,
+    SERVING_PROCESS,
     Weights,
     all_schemes,
     cache_room,
@@ -46,10 +47,20 @@ class Question:
     engine: str = "any"
     scheme: str | None = None
 
+    @property
+    def process(self) -> int:
+        """Bytes of the device's memory that the serving process takes without a model."""
+        return SERVING_PROCESS if self.device.name == CPU else 0
+
+    @property
+    def left(self) -> int:
+        """Bytes of the device's memory that are left by it."""
+        return self.memory - self.process
+
 
 def study(question: Question) -> dict[str, Any]:
     """The plan. Raises UserError where not even the smallest scheme leaves room for a request."""
-    shape, memory, asked = question.shape, question.memory, question.requests
+    shape, memory, asked = question.shape, question.left, question.requests
     question = replace(question, requests=within(asked, question.window))
     schemes, refused = all_schemes(shape, question.engine, on_cpu=question.device.name == CPU)
     longest = max(request.total for request in question.requests)
@@ -68,8 +79,8 @@ def study(question: Question) -> dict[str, Any]:
         "blocks": shape.blocks,
         "positions": shape.positions,
         "device": {"name": question.device.name, "source": question.device.source},
-        "memory": memory,
-        "overhead": OVERHEAD * memory,
+        "memory": question.memory,
+        "overhead": question.process + OVERHEAD * memory,
         "engine": question.engine,
         "kv_cache": dict(shape.kv_per_token),
         "schemes": rows,
@@ -109,7 +120,7 @@ def _too_little(question: Question, weights: Weights) -> str:
     """Words for memory that one request does not fit into beside the weights."""
     longest = max(request.total for request in question.requests)
     taken = sum(needed(question.shape, weights, "16", 1, longest).values()) / (1 - OVERHEAD)
-    wanted = math.ceil(taken / 1e5) / 10
+    wanted = math.ceil((taken + question.process) / 1e5) / 10
     return (
         f"memory={question.memory / 1e6:g}MB: one request of {longest} tokens takes {wanted:.1f}MB "
         f"with {weights.scheme}; wanted memory={wanted:.1f}MB or more"
@@ -118,7 +129,7 @@ def _too_little(question: Question, weights: Weights) -> str:
 
 def _scheme(question: Question, weights: Weights, longest: int, mean: float) -> dict[str, Any]:
     """One scheme: its bytes, what fits beside it, and its times."""
-    shape, memory = question.shape, question.memory
+    shape, memory = question.shape, question.left
     clock = Clock(shape, weights, question.device)
     parts = needed(shape, weights, "16", 1, longest)
     prompt = round(lengths.summarized(question.requests)["prompt"]["mean"])
@@ -160,7 +171,7 @@ def _ladder(longest: int) -> list[int]:
 def _batching(question: Question, clock: Clock, room: float, longest: int) -> dict[str, Any]:
     """One machine with static and with continuous batching; two, alike and split."""
     requests = question.requests
-    slots = largest_batch(clock.shape, clock.weights, "16", longest, question.memory)
+    slots = largest_batch(clock.shape, clock.weights, "16", longest, question.left)
     slots = min(max(1, slots), simulate.MOST_AT_ONCE)
     ways = {
         "static": simulate.static(requests, clock, slots),
@@ -184,7 +195,7 @@ def _student(question: Question, base: Weights, longest: int) -> dict[str, Any]:
                 "scheme": weights.scheme,
                 "weights": weights.total,
                 "tpot_s": Clock(student, weights, question.device).decode(1, longest),
-                "largest_batch": largest_batch(student, weights, "16", longest, question.memory),
+                "largest_batch": largest_batch(student, weights, "16", longest, question.left),
             }
             for weights in (schemes[0], smallest)
         ],

@@ -3,15 +3,20 @@
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
+from compress.errors import UserError
 from compress.planning import probe
-from compress.planning.memory import all_schemes
+from compress.planning.devices import CPU, GPUS
+from compress.planning.memory import SERVING_PROCESS, all_schemes
+from compress.planning.requests import Request
 from compress.planning.shape import shape_of
+from compress.planning.study import Question, study
 from compress.planning.timing import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,10 +57,35 @@ def test_a_measured_machine_predicts_more_for_more() -> None:
 def test_the_benchmark_compares_a_model_with_its_plan(
     stories260k: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = Namespace(model=stories260k, checkpoint=[], settings=["2x16"], threads=1)
+    options = Namespace(
+        model=stories260k, checkpoint=[], settings=["2x16"], threads=1, memory=False
+    )
     (row,) = benchmark.measure(options)
     capsys.readouterr()
     assert row["scheme"] == "16 bit"
     assert row["memory"][0] == pytest.approx(row["memory"][1], rel=0.2)
     assert all(predicted > 0 and found > 0 for predicted, found in (row["ttft"], row["tpot"]))
-    assert "2x16" in benchmark.table(json.loads(json.dumps([row])))
+    said = benchmark.table(json.loads(json.dumps([row])))
+    assert "2x16" in said
+    assert "TPOT" in said
+    assert "TTFT" not in benchmark.table([{k: v for k, v in row.items() if k[0] != "t"}])
+
+
+def test_a_plan_for_a_cpu_counts_what_serves_the_model(tmp_path: Path) -> None:
+    """Python and its libraries are no model, and on a small machine are most of the memory."""
+    fields = LlamaConfig(**{k: v for k, v in SMALL.items() if k != "architectures"})
+    shape = shape_of(fields, "small")
+    gpu = GPUS["a10g"]
+    question = Question(shape, shape, gpu, 10**9, [Request(500, 12)], window=2048)
+    cpu = replace(question, device=replace(gpu, name=CPU))
+    plans = {name: study(asked) for name, asked in (("gpu", question), ("cpu", cpu))}
+    assert plans["gpu"]["overhead"] == pytest.approx(0.05 * 10**9)
+    assert plans["cpu"]["overhead"] == pytest.approx(
+        SERVING_PROCESS + 0.05 * (10**9 - SERVING_PROCESS)
+    )
+    at_once = {name: plan["schemes"][0]["largest_batch"]["16"] for name, plan in plans.items()}
+    token = 4 * 2 * 2 * 64 * 2  # blocks, K and V, KV heads, channels, bytes
+    less = 0.95 * SERVING_PROCESS / (512 * token + 4 * 1000)  # a request and its logits
+    assert at_once["gpu"] - at_once["cpu"] == pytest.approx(less, abs=1)
+    with pytest.raises(UserError, match=r"wanted memory=4\d\d\.\dMB or more"):
+        study(replace(cpu, memory=400_000_000))

@@ -1,0 +1,90 @@
+"""What a plan advises: in which order, and that each verdict follows its figures."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from compress.planning.advice import advice
+from compress.planning.devices import GPUS
+from compress.planning.requests import Request
+from compress.planning.shape import Shape, shape_of
+from compress.planning.study import Question, study
+from tests.unit.test_planning import LLAMA_2_7B, SMALL
+
+ORDER = (
+    *("batching", "cache", "decoding", "splitting prefill from decode", "context"),
+    *("quantization", "distillation"),
+)
+
+
+@pytest.fixture(scope="module")
+def question() -> Question:
+    """A 7B on a card of 24 GB, with chats of mixed lengths that come at once."""
+    shape = shape_of(AutoConfig.for_model(**LLAMA_2_7B), "7B")
+    student = shape_of(AutoConfig.for_model(**LLAMA_2_7B), "7B", blocks=16)
+    requests = [Request(200 + 37 * i, 20 + 23 * (i % 13)) for i in range(40)]
+    return Question(shape, student, GPUS["a10g"], 24 * 10**9, requests, window=4096)
+
+
+@pytest.fixture(scope="module")
+def plan(question: Question) -> dict[str, Any]:
+    return study(question)
+
+
+def said(plan: dict[str, Any], about: str) -> str:
+    found = " ".join(one["text"] for one in advice(plan) if one["about"] == about)
+    return found.replace("\u00a0", " ")
+
+
+def test_first_what_costs_no_quality_then_numbers_then_training(plan: dict[str, Any]) -> None:
+    abouts = [one["about"] for one in advice(plan)]
+    assert tuple(dict.fromkeys(abouts)) == ORDER
+    assert abouts == sorted(abouts, key=ORDER.index)
+
+
+def test_batching_and_decoding_have_their_figures(plan: dict[str, Any]) -> None:
+    static, continuous = (plan["batching"][way] for way in ("static", "continuous"))
+    assert continuous["tokens_per_s"] > 1.5 * static["tokens_per_s"]
+    assert said(plan, "batching").startswith("Batch continuously, not statically: ")
+    longest = max(20 + 23 * (i % 13) for i in range(40))
+    assert f"answers that run to {longest} tokens" in said(plan, "decoding")
+    beams = plan["decoding"]["beam_tokens_per_s"]
+    assert beams["4"] < beams["1"]
+    assert "4 beams leave" in said(plan, "decoding")
+
+
+def test_splitting_pays_where_it_steadies_and_costs_no_time(plan: dict[str, Any]) -> None:
+    def verdict(seconds: float, tpot: float) -> str:
+        alike = {"seconds": 10.0, "tpot_s": {"p95": 0.2}}
+        split = {"seconds": seconds, "tpot_s": {"p95": tpot}}
+        changed = {**plan, "batching": {**plan["batching"], "two alike": alike, "split": split}}
+        return said(changed, "splitting prefill from decode")
+
+    assert verdict(10.0, 0.1).startswith("With two machines it pays: 10.0 s for all")
+    assert verdict(9.0, 0.2).startswith("With two machines it pays")
+    assert verdict(10.0, 0.2).startswith("With two machines it does not pay")
+    assert verdict(12.0, 0.1).startswith("With two machines it does not pay")
+
+
+def test_the_mildest_scheme_near_the_best_is_named(plan: dict[str, Any]) -> None:
+    rates = {r["scheme"]: r["continuous"]["tokens_per_s"] for r in plan["schemes"]}
+    best = max(rates.values())
+    wanted = next(scheme for scheme, rate in rates.items() if rate * 1.05 >= best)
+    assert said(plan, "quantization").startswith(f"{wanted} is the mildest scheme near the best: ")
+
+
+def test_quantization_is_needed_where_16_bit_does_not_fit(question: Question) -> None:
+    small = study(replace(question, memory=12 * 10**9))
+    assert not small["schemes"][0]["fits"]
+    text = said(small, "quantization")
+    assert text.startswith("Needed: in 16 bit the weights of 13.5 GB leave no room")
+    assert "16 bit 13.5 GB" not in text
+
+
+def test_on_equal_lengths_static_batching_is_not_talked_down() -> None:
+    shape: Shape = shape_of(AutoConfig.for_model(**SMALL), "small")
+    equal = [Request(100, 50)] * 8
+    plan = study(Question(shape, shape, GPUS["a10g"], 10**9, equal, window=2048))
+    assert said(plan, "batching").startswith("Static batching does as well on these lengths: ")
