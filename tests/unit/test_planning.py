@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,37 @@ def test_the_largest_batch_and_length_just_fit(small: Shape) -> None:
     assert taken(2, tokens) <= room < taken(2, tokens + 1)
     assert largest_batch(small, weights, "16", 512, 1_000_000) == 0
     assert largest_length(small, weights, "16", 1, 1_000_000) == 0
+
+
+def test_requests_of_4096_on_24_gb_by_hand(llama: Shape) -> None:
+    request = 4096 * 512 * 1024 + 4 * 32000  # K and V, and its logits
+    prefill = 4096 * 2 * (2 * 4096 + 3 * 11008)
+    room = 0.95 * 24e9 - 2 * 6_738_415_616 - prefill
+    weights = weights_of(llama, None)
+    assert largest_batch(llama, weights, "16", 4096, 24 * 10**9) == int(room / request) == 4
+    each = 512 * 1024 + 2 * (2 * 4096 + 3 * 11008)
+    longest = (0.95 * 24e9 - 2 * 6_738_415_616 - 4 * 32000) / each
+    assert largest_length(llama, weights, "16", 1, 24 * 10**9) == int(longest)
+
+
+def test_the_table_of_three_models_in_the_docs_is_what_plans_say() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/planning.md").read_text(encoding="utf-8")
+    section = page.split("## Three models on 24 GB")[1].split("## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")][1:7]
+        for line in section.splitlines()
+        if re.match(r"\|.*\| (16 bit|W\dA)", line)
+    ]
+    memory, expected = 24 * 10**9, []
+    for fields in (LLAMA_2_7B, LLAMA_31_8B, QWEN25_7B):
+        model = shape(fields)
+        for weights in all_schemes(model)[0]:
+            batches = [largest_batch(model, weights, k, 4096, memory) for k in model.kv_per_token]
+            length = largest_length(model, weights, "16", 1, memory)
+            size = f"{weights.total / 1e9:.2f}"
+            expected.append([weights.scheme, size, *map(str, batches), f"{length:,}"])
+    assert [row for row in expected if row[0] != "W4A16 g32"] == rows
+    assert len(rows) == 18
 
 
 def test_decoding_a_7b_is_bound_by_its_bytes(llama: Shape) -> None:
