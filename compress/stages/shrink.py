@@ -70,7 +70,7 @@ class Shrink:
     top_k: int = 64
     batch: int = 1
     epochs: int = 1
-    rate: float = 5e-4
+    rate: float = 1e-4
     hard: float = 0.0
     precision: str = "float32"
     recompute: bool = False
