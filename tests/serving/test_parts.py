@@ -1,14 +1,10 @@
-"""The parts of the server by themselves: attention, sampling, text."""
+"""The parts of the server by themselves: attention, engine, sampling."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import (
-    AutoTokenizer,
     Gemma2Config,
     Gemma2ForCausalLM,
     GenerationConfig,
@@ -24,7 +20,6 @@ from compress.runtime import attention
 from compress.runtime.server.attention import mask
 from compress.runtime.server.engine import Engine, Limits, Load
 from compress.runtime.server.sampling import Sampling, draw_scores
-from compress.runtime.server.text import Decoder, Stop
 
 CPU = torch.device("cpu")
 
@@ -214,52 +209,6 @@ def test_draws_follow_the_softmax() -> None:
     # The likeliest three together are the first that reach 0.95.
     assert torch.allclose(shares(Sampling(top_p=0.95))[:3], scores[:3].softmax(0), atol=0.03)
     assert shares(Sampling(top_p=0.95))[3:].sum() == 0
-
-
-@given(text=st.text(alphabet="aé漢🙂 \n", max_size=30))
-def test_text_comes_whole_whatever_its_characters(text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER[0])
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    decoder = Decoder(tokenizer)
-    pieces = [decoder.feed([token]) for token in ids]
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    assert "".join(pieces) + decoder.rest() == tokenizer.decode(ids, skip_special_tokens=True)
-
-
-FOLDER: list[Path] = []
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _folder(folder: Path) -> None:
-    FOLDER.append(folder)
-
-
-def test_a_character_that_stays_unfinished_is_shown_at_the_end(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("a🙂", add_special_tokens=False).input_ids[:-1]
-    decoder = Decoder(tokenizer)
-    before = "".join(decoder.feed([token]) for token in ids)
-    assert before + decoder.rest() == tokenizer.decode(ids)
-    assert decoder.rest() == ""
-
-
-@given(
-    pieces=st.lists(st.text(alphabet="ab", max_size=4)),
-    strings=st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=2),
-)
-def test_nothing_past_a_stop_string_is_shown(pieces: list[str], strings: list[str]) -> None:
-    stop = Stop(strings)
-    read, shown, wanted = "", "", None
-    for piece in pieces:
-        read += piece
-        shown += stop.feed(piece)
-        starts = [at for s in strings if (at := read.find(s)) >= 0]
-        if starts:
-            wanted = read[: min(starts)]
-            break
-    assert stop.hit == (wanted is not None)
-    shown += stop.feed("a" if stop.hit else "") + stop.rest()
-    assert shown == (read if wanted is None else wanted)
 
 
 @pytest.mark.parametrize("keys", [1, 7, 65])

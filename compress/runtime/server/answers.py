@@ -94,7 +94,7 @@ def begin(served: Served, body: Common) -> Answer:
     prompt = whole if served.overlong == REFUSE else _fitting(served, body, whole)
     most = _most(served, len(prompt), wanted)
     dropped = len(whole) - len(prompt)
-    return Answer(prompt, most, _sampling(served.defaults, body), body.stops(), dropped)
+    return Answer(prompt, most, _sampling(served.defaults, body), body.stop, dropped)
 
 
 def _prompt(served: Served, body: Common) -> list[int]:

@@ -5,15 +5,35 @@ A field that would change the answer and is not served is refused, not ignored.
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from compress.runtime.server.errors import Refusal
 
 STOPS = 4
 """Most stop strings of a request, as at OpenAI."""
+STOP_CHARACTERS = 256
+"""Most of each, since every token is compared with them."""
 
-StopString = Annotated[str, Field(min_length=1)]
-Stops = Annotated[list[StopString], Field(max_length=STOPS)]
+
+def _stops(given: Any) -> list[str]:
+    """The stop strings that `given` is: none, one, or a list."""
+    strings = [] if given is None else given if isinstance(given, list) else [given]
+    found = f"{len(strings)} of them" if len(strings) > STOPS else ""
+    for string in strings:
+        if not isinstance(string, str):
+            found = type(string).__name__
+        elif not 1 <= len(string) <= STOP_CHARACTERS:
+            found = f"one of {len(string)} characters"
+    if found:
+        raise PydanticCustomError(
+            "stop",
+            "found {found}; wanted up to {most} strings of 1 to {characters} characters",
+            {"found": found, "most": STOPS, "characters": STOP_CHARACTERS},
+        )
+    return strings
+
+
 # Values of a field that ask for nothing more than is done anyway.
 Off = Literal[False] | None
 Zero = Literal[0] | None
@@ -39,7 +59,7 @@ class Common(_Fields):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0)] = None
     seed: int | None = None
-    stop: StopString | Stops | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops)] = []
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -51,10 +71,6 @@ class Common(_Fields):
     # Of no effect on what is written.
     user: str | None = None
     metadata: dict[str, str] | None = None
-
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def new_tokens(self) -> int | None:
         """How many tokens are asked for, at most; None: no wish."""

@@ -6,6 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes the first bytes of a character to."""
+OPEN_TOKENS = 32
+"""Tokens that may wait for the rest of a character, which has four bytes at most: so many are no
+text, and are shown as they are, or each new one would have all before it decoded again."""
 
 
 class Decoder:
@@ -24,7 +27,8 @@ class Decoder:
         """The text that is certain now; the rest of an unfinished character comes later."""
         self._open += tokens
         text = self._difference()
-        if not text or text.endswith(UNFINISHED):
+        unfinished = not text or text.endswith(UNFINISHED)
+        if unfinished and len(self._open) < OPEN_TOKENS:
             return ""
         self._before, self._open = self._open, []
         return text
@@ -61,7 +65,7 @@ class Stop:
             text, self._held = self._held[: min(starts)], ""
             self.hit = True
             return text
-        shown = len(self._held) - self._begun()
+        shown = self._begun()
         text, self._held = self._held[:shown], self._held[shown:]
         return text
 
@@ -70,6 +74,11 @@ class Stop:
         return self._held
 
     def _begun(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        lengths = [n for s in self._strings for n in range(1, len(s)) if self._held.endswith(s[:n])]
-        return max(lengths, default=0)
+        """Where the longest end of the text starts that a stop string begins with."""
+        held = self._held
+        first = max(0, len(held) + 1 - max(map(len, self._strings), default=0))
+        ends = (at for at in range(first, len(held)) if self._opens_one(held[at:]))
+        return next(ends, len(held))
+
+    def _opens_one(self, text: str) -> bool:
+        return any(s.startswith(text) for s in self._strings)
