@@ -29,7 +29,7 @@ from compress.runtime.server.overlong import REFUSE, RULES
 
 KEY_VARIABLE = "COMPRESS_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-LAST_SECONDS = 5
+LAST_SECONDS = 1
 """For answers to reach their clients after the engine has stopped."""
 POLL_SECONDS = 0.1
 
@@ -146,7 +146,6 @@ async def run(served: Served, listening: socket.socket, settings: Options) -> No
             build(served, key),
             log_level="warning",
             lifespan="off",
-            timeout_graceful_shutdown=int(settings.grace) + LAST_SECONDS,
         )
     )
 
@@ -169,6 +168,11 @@ async def run(served: Served, listening: socket.socket, settings: Options) -> No
         _say(f"stopping; requests have {settings.grace:g} s to finish")
     finally:
         await stop(served, settings.grace)
+    await asyncio.wait([serving], timeout=LAST_SECONDS)
+    if left := list(server.server_state.connections):
+        _say(f"cut off {len(left)} that did not read the answer in time")
+        for connection in left:
+            connection.transport.abort()
     await serving
 
 
@@ -177,6 +181,7 @@ async def stop(served: Served, grace: float) -> None:
 
     A request whose prompt is still read is not yet the engine's, which from then on takes no more.
     """
+    served.stopping.set()
     deadline = time.monotonic() + grace
     while served.unanswered and time.monotonic() < deadline:
         await asyncio.sleep(POLL_SECONDS)

@@ -1,6 +1,7 @@
 """What tests ask a running server, by the official client and without."""
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from typing import Any
@@ -41,3 +42,10 @@ def counted(server: Running, outcome: str) -> float:
         for sample in family.samples
         if sample.name.endswith("_total") and sample.labels["outcome"] == outcome
     )
+
+
+def half_a_body(port: int) -> socket.socket:
+    """A connection whose request never comes to its end."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=20)
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n\r\n{")
+    return client

@@ -1,6 +1,8 @@
 """`python -m compress.serve` as a process: its mistakes, and how it stops."""
 
+import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from openai import APIError, OpenAI
 
 from compress import options, serve
 from compress.errors import UserError
+from tests.serving.asking import half_a_body
 from tests.serving.conftest import CLIENT
 
 ANSWERS = 150
@@ -35,14 +38,14 @@ def process(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
             started.kill()  # a test that fails would wait for it
 
 
-def wait_for_running(client: OpenAI, count: int) -> None:
-    """Until so many requests are in the batch."""
+def wait_for(client: OpenAI, line: str) -> None:
+    """Until the metrics say so."""
     where = str(client.base_url).removesuffix("v1/") + "metrics"
     for _ in range(500):
-        if f"compress_requests_running {count}.0" in urlopen(where).read().decode():
+        if line in urlopen(where).read().decode():
             return
         time.sleep(0.02)
-    raise AssertionError(f"never {count} at once")
+    raise AssertionError(f"never {line}")
 
 
 def test_sigterm_in_the_middle_finishes_what_runs(folder: Path) -> None:
@@ -51,7 +54,7 @@ def test_sigterm_in_the_middle_finishes_what_runs(folder: Path) -> None:
         stream = client.completions.create(prompt="Once", stream=True, **asked)
         next(stream)
         whole = pool.submit(client.completions.create, prompt="Lily", **asked)
-        wait_for_running(client, 2)
+        wait_for(client, "compress_requests_running 2.0")
         server.send_signal(signal.SIGTERM)
         events = list(stream)
         assert events[-1].choices[0].finish_reason == "length"
@@ -80,10 +83,37 @@ def test_what_does_not_finish_in_time_is_ended(folder: Path) -> None:
         )
         next(stream)
         server.send_signal(signal.SIGTERM)
-        with stream, pytest.raises(APIError, match="finished before this request completed"):
+        with stream, pytest.raises(APIError, match="the server is stopping; send it again"):
             list(stream)
         assert server.wait(30) == 0
         assert server.stderr.read() == "compress: stopping; requests have 0 s to finish\n"
+
+
+def test_half_a_body_does_not_hold_up_the_end(folder: Path) -> None:
+    with process(folder) as (server, client), half_a_body(client.base_url.port) as half:
+        assert client.models.list().data  # it has come by now
+        server.send_signal(signal.SIGTERM)
+        with half.makefile("rb") as answer:
+            assert b"the server is stopping; send it again" in answer.read()
+        assert server.wait(20) == 0
+        assert server.stderr.read() == "compress: stopping; requests have 30 s to finish\n"
+
+
+def test_a_client_that_does_not_read_is_cut_off(folder: Path) -> None:
+    # What is refused names the model, which here fills what the kernel holds of an answer.
+    body = json.dumps({"model": "x" * 4_000_000, "prompt": "a"}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with process(folder, "grace=0") as (server, client), socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect(("127.0.0.1", client.base_url.port))
+        silent.sendall(head + body)
+        wait_for(client, 'compress_requests_total{outcome="invalid"} 1.0')
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+        assert server.stderr.read() == (
+            "compress: stopping; requests have 0 s to finish\n"
+            "compress: cut off 1 that did not read the answer in time\n"
+        )
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from transformers import AutoTokenizer
 from compress import serve
 from compress.runtime.generate import generate
 from compress.runtime.loader import load
-from compress.runtime.server import answers
+from compress.runtime.server import answers, app
 from compress.runtime.server.answers import Answer, Served
 from compress.runtime.server.protocol import Common
-from tests.serving.asking import complete, counted, number
+from tests.serving.asking import complete, counted, half_a_body, number
 from tests.serving.conftest import LONG, NAME, Running, running
 
+SEND_AGAIN = "the server is stopping; send it again"
 PROMPTS = [
     "Once upon a time, there was a",
     "Lily",
@@ -194,23 +195,41 @@ def test_a_prompt_that_is_still_read_is_answered_before_the_end(
         assert not ends.served.engine.alive
 
 
-def test_a_request_that_the_engine_ends_is_told_so(folder: Path) -> None:
+def test_what_the_server_does_not_finish_is_to_be_sent_again(folder: Path) -> None:
     settings = serve.Options(checkpoint=str(folder), device="cpu")
     with running(settings) as ends, ThreadPoolExecutor(1) as pool:
         long = pool.submit(complete, ends.client, "Once", max_tokens=450)
         stream = complete(ends.client, "Lily", max_tokens=450, stream=True)
         next(stream)
         assert ends.until(lambda: number(ends, "requests_running") == 2)
-        ends.served.engine._manager.stop(hard_stop=True)
-        with pytest.raises(InternalServerError, match="finished before this request completed"):
+        asyncio.run_coroutine_threadsafe(serve.stop(ends.served, 0), ends.loop)
+        with pytest.raises(InternalServerError, match=SEND_AGAIN) as whole:
             long.result()
-        with pytest.raises(APIError, match="finished before this request completed"):
+        assert (whole.value.status_code, whole.value.response.headers["Retry-After"]) == (503, "5")
+        with pytest.raises(APIError, match=SEND_AGAIN):
             list(stream)
         stream.close()
         assert counted(ends, "failed") == 2
-        with pytest.raises(InternalServerError, match="the engine has stopped") as caught:
+        with pytest.raises(InternalServerError, match=SEND_AGAIN):
             complete(ends.client, "Once")
-        assert caught.value.status_code == 503
         with pytest.raises(urllib.error.HTTPError, match="503") as unwell:
             urllib.request.urlopen(f"http://127.0.0.1:{ends.port}/health", timeout=30)
         unwell.value.close()
+
+
+def test_an_engine_that_fails_is_told(folder: Path) -> None:
+    with running(serve.Options(checkpoint=str(folder), device="cpu")) as ends:
+        ends.served.engine._manager.stop(hard_stop=True)
+        with pytest.raises(InternalServerError, match="the engine has stopped") as caught:
+            complete(ends.client, "Once")
+        assert caught.value.status_code == 503
+
+
+def test_a_body_that_does_not_come_is_waited_for_so_long(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+    with half_a_body(server.port) as client, client.makefile("rb") as answer:
+        said = answer.read()  # to the end: the connection is closed
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert b"the body did not come within 0.1 s; send it again" in said

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from compress.runtime.generate import encode
 from compress.runtime.server.engine import Engine, EngineError, QueueFullError
-from compress.runtime.server.errors import Refusal, busy, stopping
+from compress.runtime.server.errors import Refusal, busy, failed, stopping
 from compress.runtime.server.metrics import Metrics, Watch
 from compress.runtime.server.overlong import REFUSE, Message, cut, cut_chat
 from compress.runtime.server.protocol import Chat, Common, Completion
@@ -30,7 +30,7 @@ class Served:
     and ask for. context: what the model holds of both together, and the KV cache of one request.
     overlong: what becomes of a prompt that is longer, one of overlong.RULES.
     defaults: how the checkpoint's own generation config draws tokens. unanswered: requests that
-    came and whose answer has not begun.
+    came and whose answer has not begun. stopping: set once the server is told to stop.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Served:
     overlong: str = REFUSE
     created: int = field(default_factory=lambda: int(time.time()))
     unanswered: int = 0
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass
@@ -215,7 +216,7 @@ async def pieces(served: Served, answer: Answer, arrived: float) -> AsyncGenerat
         outcome = "refused"
         raise busy() from error
     except EngineError as error:
-        raise stopping(str(error)) from error
+        raise (stopping() if served.stopping.is_set() else failed(str(error))) from error
     except (GeneratorExit, asyncio.CancelledError):
         outcome = "abandoned"
         raise

@@ -15,12 +15,14 @@ from starlette.routing import Route
 
 from compress.runtime.server import answers, wire
 from compress.runtime.server.answers import Answer, Served
-from compress.runtime.server.errors import Refusal
+from compress.runtime.server.errors import Refusal, stopping
 from compress.runtime.server.protocol import Chat, Common, Completion, read
 from compress.runtime.server.wire import CHAT, TEXT, Form
 
 BODY_BYTES = 4 << 20
 """A longer body is refused unread: it holds text of about a million tokens."""
+BODY_SECONDS = 30
+"""For a body to arrive."""
 CUT = "X-Prompt-Tokens-Cut"
 """The header that says how many tokens were cut from a prompt that was too long."""
 GONE = 499
@@ -90,12 +92,12 @@ def build(served: Served, api_key: str | None) -> Starlette:
 
 
 async def _answer(served: Served, request: Request, form: Form, kind: type[Common]) -> Response:
-    with _counted_if_invalid(served):
-        sent = await _body(request)
+    with _refusals_counted(served):
+        sent = await _body(served, request)
     arrived = time.perf_counter()
     answers.refuse_if_full(served)
     # Of a long prompt JSON, chat template and tokens take seconds, which no stream is to wait for.
-    with _counted_if_invalid(served):
+    with _refusals_counted(served):
         body, answer = await asyncio.to_thread(_begun, served, kind, sent)
     pieces = answers.pieces(served, answer, arrived)
     headers = {CUT: str(answer.cut)} if answer.cut else {}
@@ -113,11 +115,12 @@ async def _answer(served: Served, request: Request, form: Form, kind: type[Commo
 
 
 @contextmanager
-def _counted_if_invalid(served: Served) -> Iterator[None]:
+def _refusals_counted(served: Served) -> Iterator[None]:
     try:
         yield
-    except Refusal:
-        served.metrics.requests.labels("invalid").inc()
+    except Refusal as refusal:
+        outcome = "invalid" if refusal.status < 500 else "failed"
+        served.metrics.requests.labels(outcome).inc()
         raise
 
 
@@ -155,7 +158,29 @@ async def _leaves(request: Request) -> None:
         pass
 
 
-async def _body(request: Request) -> bytes:
+async def _body(served: Served, request: Request) -> bytes:
+    """The body, once it is there; Refusal where it takes too long, or the server stops before."""
+    reading = asyncio.create_task(_read(request))
+    stops = asyncio.create_task(served.stopping.wait())
+    try:
+        await asyncio.wait(
+            {reading, stops}, timeout=BODY_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        if reading.done():
+            return await reading
+        if stops.done():
+            raise stopping()
+        raise Refusal(
+            408,
+            f"the body did not come within {BODY_SECONDS} s; send it again",
+            headers={"Connection": "close"},
+        )
+    finally:
+        reading.cancel()
+        stops.cancel()
+
+
+async def _read(request: Request) -> bytes:
     body = bytearray()
     async for part in request.stream():
         body += part

@@ -41,6 +41,17 @@ def busy() -> Refusal:
     )
 
 
-def stopping(reason: str) -> Refusal:
-    """The server stops, or its engine failed."""
+def stopping() -> Refusal:
+    """The server was told to stop: another one, or this one started again, may answer."""
+    return Refusal(
+        503,
+        "the server is stopping; send it again",
+        kind="server_error",
+        code="stopping",
+        headers={"Retry-After": "5", "Connection": "close"},
+    )
+
+
+def failed(reason: str) -> Refusal:
+    """The engine has failed."""
     return Refusal(503, reason, kind="server_error", code="unavailable")
