@@ -3,6 +3,7 @@
 python -m compress.bench checkpoint=DIR workload=chat [field=value ...]
 """
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ class Options:
             for name, least in (("requests", 2), ("rounds", 1))
             if getattr(self, name) < least
         ]
-        if self.rate is not None and self.rate <= 0:
+        if self.rate is not None and not 0 < self.rate < math.inf:
             problems.append(f"rate is {self.rate}; wanted above 0, or null")
         if problems:
             raise ConfigError(problems)
@@ -80,7 +81,7 @@ class Options:
 
 
 def prepared(settings: Options) -> tuple[PreTrainedModel, list[LoadRequest]]:
-    """The checkpoint, loaded, and the requests of the workload, cut to what it holds."""
+    """The checkpoint, loaded, and the requests of the workload; tells how many had to be cut."""
     limits = settings.limits()  # which refuses what cannot be, before anything is loaded
     model, tokenizer = load_with_tokenizer(
         Path(settings.checkpoint).expanduser(),
@@ -90,6 +91,8 @@ def prepared(settings: Options) -> tuple[PreTrainedModel, list[LoadRequest]]:
     )
     context = context_of(model, limits)
     asked = requests(settings.workload, settings.requests, tokenizer, context, settings.seed)
+    if cut := sum(request.cut for request in asked):
+        _say(f"{cut} of {len(asked)} requests are cut to the context of {context} tokens")
     return model, asked
 
 
@@ -120,6 +123,7 @@ def measured(
         "workload": settings.workload,
         "verdict": dict(zip(("headline", "reason"), figures.verdict(halves), strict=True)),
         "lengths": figures.lengths(asked),
+        "cut": sum(request.cut for request in asked),
         "batching": {
             "static": {"seconds": static_s, "tokens_per_s": tokens / static_s},
             "continuous": {

@@ -49,9 +49,34 @@ def test_a_mix_has_its_medians(name: str, tokenizer: PreTrainedTokenizerBase) ->
     assert np.median(prompts) == pytest.approx(mix.prompt.median, rel=0.15)
     assert np.median(answers) == pytest.approx(mix.answer.median, rel=0.15)
     assert max(max(r.prompt) for r in made) < len(tokenizer)
-    for cut in requests(name, 100, tokenizer, 64, seed=0):
-        assert len(cut.prompt) + cut.new_tokens <= 64
-        assert cut.new_tokens <= 32
+    whole = requests(name, 100, tokenizer, 1 << 20, seed=0)
+    for long, short in zip(whole, requests(name, 100, tokenizer, 64, seed=0), strict=True):
+        assert len(short.prompt) + short.new_tokens <= 64
+        assert short.cut == (len(long.prompt) + long.new_tokens > 64)
+        assert short.new_tokens <= 32 if short.cut else short == long
+
+
+def test_a_line_that_does_not_fit_is_named(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    file = written(tmp_path, {"prompt_tokens": 60, "new_tokens": 5})
+    assert requests(file, 2, tokenizer, 65, seed=0)[0].new_tokens == 5
+    message = "line 1: the prompt has 60 tokens and the answer 5; wanted at most 64 together, the"
+    with pytest.raises(UserError, match=message):
+        requests(file, 2, tokenizer, 64, seed=0)
+
+
+def test_how_many_are_cut_is_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"checkpoint={folder}", "workload=chat", "requests=3", "kv_tokens=64", "device=cpu"]
+    bench.main([*words, "seed=1", "rate=50", f"out={tmp_path}"])
+    cut = json.loads((tmp_path / "load.json").read_text())["cut"]
+    assert cut > 0
+    assert f"{cut} of 3 requests are cut to the context of 64 tokens" in capsys.readouterr().err
+    assert f"{cut} of 3 did not fit into the context and were cut." in (
+        (tmp_path / "load.html").read_text()
+    )
 
 
 def test_a_file_of_real_requests_is_read(
@@ -185,6 +210,8 @@ def test_the_command_writes_a_page_and_figures(
     }
     assert batching["cpu_ratio"] == pytest.approx(cpu["static"] / cpu["continuous"])
     assert opened["rate"] == 50
+    assert found["cut"] == 0
+    assert "were cut" not in (tmp_path / "load.html").read_text()
     assert found["attention"] == "SDPA, the heads of a group together"
     assert [set(r) for r in opened["requests"]] == [{"arrival_s", "ttft_s", "whole_s"}] * 4
     assert halves["prefill"]["tokens"] == 50
@@ -203,6 +230,7 @@ def test_a_mistake_in_the_options_is_one_line_and_leaves_no_folder(
     for words, message in (
         (["requests=1"], "requests is 1; wanted at least 2"),
         (["rate=0"], "rate is 0.0; wanted above 0, or null"),
+        (["rate=nan"], "rate is nan; wanted above 0, or null"),
         (["running=0"], "running is 0; wanted at least 1"),
         (["checkpoint=nowhere"], "nowhere: no config.json there"),
         (["checkpoint=~/nowhere"], f"{Path.home()}/nowhere: no config.json there"),

@@ -42,19 +42,23 @@ MIXES = {
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Token ids of a prompt, and the exact number of tokens to answer with."""
+    """Token ids of a prompt, and the exact number of tokens to answer with.
+
+    cut: whether one of both was longer and did not fit.
+    """
 
     prompt: list[int]
     new_tokens: int
+    cut: bool = False
 
 
 def requests(
     workload: str, number: int, tokenizer: PreTrainedTokenizerBase, context: int, seed: int
 ) -> list[LoadRequest]:
-    """`number` requests of a named mix or of a JSONL file, each cut to fit into `context` tokens.
+    """`number` requests of a named mix, each cut to fit into `context` tokens, or of a JSONL file.
 
     Raises UserError for a name that is none of MIXES and no file, and for a line of the file that
-    does not say both lengths.
+    does not say both lengths or does not fit.
     """
     draw = np.random.default_rng(seed)
     vocabulary = len(tokenizer)
@@ -62,25 +66,14 @@ def requests(
         mix = MIXES[workload]
         lengths = [(_drawn(mix.prompt, draw), _drawn(mix.answer, draw)) for _ in range(number)]
         made = [LoadRequest(_words(n, vocabulary, draw), new) for n, new in lengths]
-    else:
-        path = Path(workload).expanduser()
-        if not path.is_file():
-            raise UserError(
-                f"workload={workload}: no such file; wanted a JSONL file, or {', '.join(MIXES)}"
-            )
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: no UTF-8 text ({error}); wanted a JSONL file") from error
-        lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        if not lines:
-            raise UserError(f"{path}: no requests in it")
-        chosen = draw.permutation(np.resize(np.arange(len(lines)), number))
-        made = [
-            _read(f"{path}, line {lines[i][0]}", lines[i][1], tokenizer, draw)
-            for i in chosen.tolist()
-        ]
-    return [_fitted(request, context) for request in made]
+        return [_fitted(request, context) for request in made]
+    path = Path(workload).expanduser()
+    lines = _lines(path, workload)
+    chosen = draw.permutation(np.resize(np.arange(len(lines)), number))
+    return [
+        _read(f"{path}, line {lines[i][0]}", lines[i][1], tokenizer, context, draw)
+        for i in chosen.tolist()
+    ]
 
 
 def arrivals(number: int, rate: float, seed: int) -> list[float]:
@@ -98,14 +91,36 @@ def _words(tokens: int, vocabulary: int, draw: np.random.Generator) -> list[int]
     return [int(token) for token in draw.integers(vocabulary, size=tokens)]
 
 
+def _lines(path: Path, workload: str) -> list[tuple[int, str]]:
+    """The lines of the file that are not empty, each with its number."""
+    if not path.is_file():
+        raise UserError(
+            f"workload={workload}: no such file; wanted a JSONL file, or {', '.join(MIXES)}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: no UTF-8 text ({error}); wanted a JSONL file") from error
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{path}: no requests in it")
+    return lines
+
+
 def _fitted(request: LoadRequest, context: int) -> LoadRequest:
-    """Cut to the context: an answer leaves at least half of it to the prompt."""
+    """As it is where it fits; else an answer leaves at least half of the context to the prompt."""
+    if len(request.prompt) + request.new_tokens <= context:
+        return request
     new = min(request.new_tokens, context // 2)
-    return LoadRequest(request.prompt[: context - new], new)
+    return LoadRequest(request.prompt[: context - new], new, cut=True)
 
 
 def _read(
-    where: str, text: str, tokenizer: PreTrainedTokenizerBase, draw: np.random.Generator
+    where: str,
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    draw: np.random.Generator,
 ) -> LoadRequest:
     try:
         row = json.loads(text)
@@ -120,6 +135,11 @@ def _read(
         raise UserError(
             f"{where}: wanted prompt (text) or prompt_tokens (a number), and answer (text) or "
             "new_tokens (a number); or messages that end with the answer"
+        )
+    if len(prompt) + answer > context:
+        raise UserError(
+            f"{where}: the prompt has {len(prompt)} tokens and the answer {answer}; wanted at most "
+            f"{context} together, the model's context or kv_tokens where that is less"
         )
     return LoadRequest(prompt, answer)
 
