@@ -9,10 +9,8 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,6 +21,7 @@ from compress.errors import UserError
 from compress.kernels.backend import pick_backend
 from compress.quantization_config import read_quantization_config
 from compress.runtime import attention
+from compress.runtime.configs import first_line, generation_config, model_config
 from compress.runtime.fused import fuse
 from compress.runtime.linear import QuantLinear
 from compress.runtime.pages import Pages
@@ -54,6 +53,7 @@ def load(
     shape or, beside quantized linears, unknown; for a backend that cannot run on `device`.
     """
     backend = pick_backend(device, backend)
+    generation = generation_config(folder)
     skeleton = build_empty(folder, device, dtype, trust_remote_code)
     names = _fill(skeleton, folder, device)
     _check_complete(skeleton, names, folder)
@@ -61,8 +61,8 @@ def load(
     # What was real from the start: buffers that follow from the configuration.
     skeleton.to(device)
     make_ready(skeleton, backend, fused=fused)
-    if (folder / "generation_config.json").exists():
-        skeleton.generation_config = GenerationConfig.from_pretrained(folder)
+    if generation is not None:
+        skeleton.generation_config = generation
     return skeleton.eval().requires_grad_(False)
 
 
@@ -96,7 +96,9 @@ def load_with_tokenizer(
     Raises UserError where `load` does, and for a folder without a config or a tokenizer.
     """
     if not (folder / "config.json").exists():
-        raise UserError(f"{folder}: no config.json there; wanted a checkpoint's folder")
+        found = "is a file" if folder.is_file() else "no config.json there"
+        raise UserError(f"{folder}: {found}; wanted a checkpoint's folder")
+    model_config(folder, trust_remote_code)  # or a broken one would pass for a broken tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -108,17 +110,12 @@ def load_with_tokenizer(
     return model, tokenizer
 
 
-def first_line(error: Exception) -> str:
-    """Of what `error` says; libraries go on over pages."""
-    return next(iter(str(error).strip().splitlines()), repr(error))
-
-
 def build_empty(
     folder: Path, device: str, dtype: torch.dtype | None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The model's modules, parameters on the meta device, quantized linears put in place."""
+    config = model_config(folder, trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         quantization = take_quantization(config)
         dtype = dtype or config.dtype or torch.float32
         if dtype == torch.float16 and torch.device(device).type == "cpu":

@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.utils import logger as batching
 
 from compress.errors import ConfigError, UserError
 from compress.runtime import attention as runtime_attention
-from compress.runtime.loader import first_line
+from compress.runtime.configs import first_line
 from compress.runtime.server import attention, sampling
 from compress.runtime.server.sampling import Sampling
 
