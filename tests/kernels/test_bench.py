@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -108,3 +109,44 @@ def test_a_wrong_kernel_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> N
     form = {"backend": "cpu", "device": "cpu", "dtype": torch.bfloat16}
     with pytest.raises(SystemExit, match=r"W8A8 8x16, 2 tokens: off the reference by 0\.5"):
         bench.measure(8, 16, 2, **form)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--backend", "foo"], "backend is 'foo'; wanted one of triton, cpu, reference"),
+        (["--shapes", "0x5"], "--shapes 0x5: no shape; wanted NxK, such as 4096x11008"),
+        (["--shapes", "64x-64"], "--shapes 64x-64: no shape; wanted NxK, such as 4096x11008"),
+        (["--shapes", "64"], "--shapes 64: no shape; wanted NxK, such as 4096x11008"),
+        (["--tokens", "0"], "--tokens 0: wanted a whole number, 1 or more"),
+        (["--tokens", "-3"], "--tokens -3: wanted a whole number, 1 or more"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert ended(bench, words, monkeypatch) == 2
+    assert capsys.readouterr().err == f"compress: {message}\n"
+
+
+def test_a_mistake_in_tuning_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    from compress.kernels import tune
+
+    assert ended(tune, ["--shapes", "64x64", "--tokens", "0"], monkeypatch) == 2
+    assert capsys.readouterr().err == "compress: --tokens 0: wanted a whole number, 1 or more\n"
+    assert ended(tune, ["--help"], monkeypatch) == 0
+    assert "compress.kernels.tune --shapes 4096x4096" in capsys.readouterr().out
+
+
+def ended(command: ModuleType, words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The status with which the command ends."""
+    monkeypatch.setattr("sys.argv", ["command", *words])
+    with pytest.raises(SystemExit) as caught:
+        bench.run(command.main)
+    return int(caught.value.code or 0)
