@@ -4,17 +4,21 @@ python -m compress.serve checkpoint=DIR [port=8000] [field=value ...]
 """
 
 import asyncio
+import errno
 import math
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
 
 from compress import options
 from compress.errors import ConfigError, UserError
@@ -98,6 +102,7 @@ def served(settings: Options) -> Served:
         backend=settings.backend,
         trust_remote_code=settings.trust_remote_code,
     )
+    _check_template(folder, tokenizer)
     # The first call takes a stored truncation off, which no other thread may meet halfway.
     encode(tokenizer, ["a"], 0)
     greedy = greedy_config(model, tokenizer, 1)
@@ -120,6 +125,21 @@ def served(settings: Options) -> Served:
     )
 
 
+def _check_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError for a chat template that is no Jinja: every conversation would fail."""
+    if not tokenizer.chat_template:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"{folder}: the chat template does not parse: line {error.lineno}: {error.message}; "
+            "mend it, or take it away"
+        ) from error
+    except TemplateError:
+        return  # it refuses this conversation, as it may, and not all
+
+
 def _name(folder: Path) -> str:
     """The folder's, or that of the run whose checkpoint it is."""
     return folder.parent.name if folder.name == "checkpoint" else folder.name
@@ -133,14 +153,25 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         number = getattr(error, "errno", None) or 0
         reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
-        raise UserError(
-            f"host={host} port={port}: {reason}; port=0 takes one that is free"
-        ) from error
+        another = port != 0 and number in (errno.EADDRINUSE, errno.EACCES)
+        advice = "; port=0 takes one that is free" if another else ""
+        raise UserError(f"host={host} port={port}: {reason}{advice}") from error
 
 
-async def run(served: Served, listening: socket.socket, settings: Options) -> None:
+def key_of(environ: Mapping[str, str]) -> str | None:
+    """The API key, if there is to be one; raises UserError for one that no header can carry."""
+    key = environ.get(KEY_VARIABLE, "").rstrip("\r\n")  # which a file ends with
+    for place, character in enumerate(key, 1):
+        if not "!" <= character <= "~":
+            raise UserError(
+                f"{KEY_VARIABLE} has {character!r} at character {place}; wanted visible ASCII "
+                "alone, which every client can send"
+            )
+    return key or None
+
+
+async def run(served: Served, listening: socket.socket, settings: Options, key: str | None) -> None:
     """Serve until SIGTERM or SIGINT; then finish what runs, as far as `grace` lets it."""
-    key = os.environ.get(KEY_VARIABLE) or None
     server = uvicorn.Server(
         uvicorn.Config(
             build(served, key),
@@ -195,9 +226,9 @@ def _say(line: str) -> None:
 
 def main(words: list[str]) -> None:
     """Read the options, load, serve."""
-    settings = options.parsed(Options, words)
+    settings, key = options.parsed(Options, words), key_of(os.environ)
     with listen(settings.host, settings.port) as listening:
-        asyncio.run(run(served(settings), listening, settings))
+        asyncio.run(run(served(settings), listening, settings, key))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 from openai import OpenAI
 
+from compress.runtime.server.app import JSON
 from tests.serving.conftest import NAME, Running
 
 
@@ -17,8 +18,11 @@ def complete(client: OpenAI, prompt: Any, **fields: Any) -> Any:
     )
 
 
-def raw(server: Running, body: bytes, path: str = "/v1/completions") -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", body)
+def raw(
+    server: Running, body: bytes, path: str = "/v1/completions", kind: str = JSON
+) -> tuple[int, dict[str, Any]]:
+    url = f"http://127.0.0.1:{server.port}{path}"
+    request = urllib.request.Request(url, body, {"Content-Type": kind})
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, json.load(answer)
@@ -47,5 +51,16 @@ def counted(server: Running, outcome: str) -> float:
 def half_a_body(port: int) -> socket.socket:
     """A connection whose request never comes to its end."""
     client = socket.create_connection(("127.0.0.1", port), timeout=20)
-    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n\r\n{")
+    client.sendall(head("/v1/completions", 90) + b"{")
     return client
+
+
+def head(path: str, length: int) -> bytes:
+    """The lines of a request above its body."""
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "Host: a",
+        f"Content-Type: {JSON}",
+        f"Content-Length: {length}",
+    )
+    return "\r\n".join((*lines, "", "")).encode()

@@ -17,7 +17,7 @@ from openai import APIError, OpenAI
 
 from compress import options, serve
 from compress.errors import UserError
-from tests.serving.asking import half_a_body
+from tests.serving.asking import half_a_body, head
 from tests.serving.conftest import CLIENT
 
 ANSWERS = 150
@@ -102,11 +102,10 @@ def test_half_a_body_does_not_hold_up_the_end(folder: Path) -> None:
 def test_a_client_that_does_not_read_is_cut_off(folder: Path) -> None:
     # What is refused names the model, which here fills what the kernel holds of an answer.
     body = json.dumps({"model": "x" * 4_000_000, "prompt": "a"}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
     with process(folder, "grace=0") as (server, client), socket.socket() as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.connect(("127.0.0.1", client.base_url.port))
-        silent.sendall(head + body)
+        silent.sendall(head("/v1/completions", len(body)) + body)
         wait_for(client, 'compress_requests_total{outcome="invalid"} 1.0')
         server.send_signal(signal.SIGTERM)
         assert server.wait(20) == 0
@@ -141,6 +140,7 @@ def test_a_mistake_is_one_line(words: list[str], message: str) -> None:
         serve.main([*words, "port=0"] if not any("port" in word for word in words) else words)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+    assert "port=0 takes" not in str(caught.value)
 
 
 def test_a_port_that_is_taken_is_told(folder: Path) -> None:

@@ -67,3 +67,10 @@ def test_a_generation_config_that_can_be_is_kept(copied: Path) -> None:
     (copied / "generation_config.json").write_text(json.dumps(fields))
     found = load(copied).generation_config.to_dict()
     assert {name: found[name] for name in fields} == fields
+
+
+def test_a_chat_template_that_does_not_parse_is_refused(copied: Path) -> None:
+    (copied / "chat_template.jinja").write_text("\n{% for message in %}")
+    said = refusal(copied)
+    assert said.startswith(": the chat template does not parse: line 2: Expected an expression")
+    assert said.endswith("; mend it, or take it away")

@@ -9,6 +9,7 @@ import pytest
 from openai import AuthenticationError, BadRequestError, RateLimitError
 
 from compress import serve
+from compress.errors import UserError
 from compress.runtime.server import answers
 from compress.runtime.server.answers import begin
 from compress.runtime.server.errors import Refusal
@@ -20,17 +21,20 @@ from tests.serving.conftest import LONG, NAME, Running, running
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt": "word " * 600}, "the prompt has 1802 tokens; wanted at most 511"),
+        ({"prompt": "word " * 600}, "the prompt has 1802 tokens; wanted at most 511, or a server "),
         ({"max_tokens": LONG + 1}, "max_tokens is 301; wanted at most 300"),
         ({"prompt": [5] * 400, "max_tokens": 113}, "wanted at most 512 together"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": [512]}, "a token id is above 511"),
-        ({"n": 2}, "n: Input should be 1"),
+        ({"prompt": ["a", "b"]}, "prompt: found a list with 'a'; wanted a text or a list of token"),
+        ({"prompt": [-1]}, "prompt: found a list with -1; wanted a text or a list of token ids, "),
+        ({"prompt": 5}, "prompt: found 5; wanted a text or a list of token ids, one prompt a req"),
+        ({"n": 2}, "n: 2 is not served; leave it out"),
         ({"stop": ""}, "stop: found one of 0 characters; wanted up to 4 strings of 1 to 256"),
         ({"stop": ["x" * 1_000_000] * 4}, "stop: found one of 1000000 characters; wanted up to 4"),
         ({"stop": ["a"] * 5}, "stop: found 5 of them; wanted up to 4 strings of 1 to 256"),
         ({"stop": ["a", 3]}, "stop: found int; wanted up to 4 strings of 1 to 256 characters"),
-        ({"logprobs": 3}, "logprobs: Input should be null"),
+        ({"logprobs": 3}, "logprobs: 3 is not served; leave it out"),
         ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
         ({"extra_body": {"nonsense": 1}}, "nonsense: Extra inputs are not permitted"),
     ],
@@ -108,8 +112,25 @@ def test_a_full_queue_is_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_a_key_is_asked_for_where_there_is_one(folder: Path) -> None:
     settings = serve.Options(checkpoint=str(folder), device="cpu", name="mine")
     with running(settings, api_key="secret") as locked:
-        with pytest.raises(AuthenticationError, match="the API key is missing or wrong"):
+        with pytest.raises(AuthenticationError, match="the API key is missing or wrong") as caught:
             locked.client.models.list()
+        assert caught.value.response.headers["www-authenticate"] == "Bearer"
         known = locked.client.with_options(api_key="secret")
         assert [model.id for model in known.models.list()] == ["mine"]
         assert number(locked, "requests_running") == 0
+
+
+def test_a_key_is_what_a_header_can_carry() -> None:
+    assert serve.key_of({}) is serve.key_of({serve.KEY_VARIABLE: ""}) is None
+    assert serve.key_of({serve.KEY_VARIABLE: "sk-1~\r\n"}) == "sk-1~"
+    for key, found in (("aé", r"'é' at character 2"), ("a b", "' ' at"), ("\nab", r"'\\n' at")):
+        with pytest.raises(UserError, match=f"^COMPRESS_API_KEY has {found}"):
+            serve.key_of({serve.KEY_VARIABLE: key})
+
+
+def test_a_body_that_a_page_in_a_browser_can_send_is_refused(server: Running) -> None:
+    body = b'{"model": "tiny", "prompt": "a", "max_tokens": 1}'
+    assert raw(server, body, kind="application/json; charset=utf-8")[0] == 200
+    status, answer = raw(server, body, kind="text/plain")
+    assert status == 415
+    assert answer["error"]["message"] == "Content-Type is 'text/plain'; wanted application/json"

@@ -132,7 +132,9 @@ def test_a_client_that_goes_away_frees_its_blocks(server: Running, stream: bool)
     made, left = number(server, "new_tokens_total"), counted(server, "abandoned")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     body = {"model": NAME, "prompt": "Once", "max_tokens": LONG, "temperature": 0, "stream": stream}
-    connection.request("POST", "/v1/completions", json.dumps(body))
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
     assert server.until(lambda: number(server, "kv_tokens") > 0)
     connection.close()
     assert server.until(lambda: number(server, "requests_running") == 0)

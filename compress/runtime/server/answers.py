@@ -157,7 +157,9 @@ def _most(served: Served, prompt: int, wanted: int | None) -> int:
     """Tokens to make at most, within all limits."""
     if prompt > served.prompt_tokens:
         raise Refusal(
-            400, f"the prompt has {prompt} tokens; wanted at most {served.prompt_tokens}",
+            400,
+            f"the prompt has {prompt} tokens; wanted at most {served.prompt_tokens}, or a server "
+            "that cuts it (overlong=start, middle or end)",
             param="prompt", code="context_length_exceeded",
         )  # fmt: skip
     if wanted is None:

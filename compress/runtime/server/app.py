@@ -23,6 +23,7 @@ BODY_BYTES = 4 << 20
 """A longer body is refused unread: it holds text of about a million tokens."""
 BODY_SECONDS = 30
 """For a body to arrive."""
+JSON = "application/json"
 CUT = "X-Prompt-Tokens-Cut"
 """The header that says how many tokens were cut from a prompt that was too long."""
 GONE = 499
@@ -40,7 +41,10 @@ def build(served: Served, api_key: str | None) -> Starlette:
             if api_key is not None:
                 given = request.headers.get("authorization", "")
                 if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
-                    raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
+                    raise Refusal(
+                        401, "the API key is missing or wrong", code="invalid_api_key",
+                        headers={"WWW-Authenticate": "Bearer"},
+                    )  # fmt: skip
             return await handler(request)
 
         return open_if_known
@@ -159,7 +163,15 @@ async def _leaves(request: Request) -> None:
 
 
 async def _body(served: Served, request: Request) -> bytes:
-    """The body, once it is there; Refusal where it takes too long, or the server stops before."""
+    """The body, once it is there; Refusal where it takes too long, or the server stops before.
+
+    Of other types than JSON a browser sends to this machine what any page asks for, unasked.
+    """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != JSON:
+        raise Refusal(
+            415, f"Content-Type is {kind!r}; wanted {JSON}", headers={"Connection": "close"}
+        )
     reading = asyncio.create_task(_read(request))
     stops = asyncio.create_task(served.stopping.wait())
     try:

@@ -7,6 +7,7 @@ given up, sampling by request, and what the metrics ask for.
 import asyncio
 import itertools
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.utils import logger as batching_logger
 
 from compress.errors import ConfigError, UserError
+from compress.report import words
 from compress.runtime import attention as runtime_attention
 from compress.runtime.configs import first_line
 from compress.runtime.server import attention, sampling
@@ -109,7 +111,7 @@ class Engine:
                 generation_config=greedy, continuous_batching_config=config
             )
         except (ValueError, AttributeError) as error:
-            raise _unfit(model, error) from error
+            raise _unfit(model, limits, error) from error
         self._manager.logit_processor = sampling.processors(self._note_kv)
         attention.install(model)
 
@@ -125,7 +127,7 @@ class Engine:
         except BaseException as error:  # one who gives up too: the thread would outlive it
             await self.stop()
             if isinstance(error, EngineError):
-                raise _unfit(self._manager.model, error) from error
+                raise _unfit(self._manager.model, self.limits, error) from error
             raise
         finally:
             batching_logger.setLevel(level)
@@ -234,9 +236,14 @@ class Engine:
             router.output_queue.queue.clear()
 
 
-def _unfit(model: PreTrainedModel, error: Exception) -> UserError:
+def _unfit(model: PreTrainedModel, limits: Limits, error: Exception) -> UserError:
+    if memory := re.search(r"footprint (\d+) is more than available memory (\d+)", str(error)):
+        needed, free = (words.size(int(size)) for size in memory.groups())
+        return UserError(
+            f"kv_tokens={limits.kv_tokens}: the KV cache and the tensors of a forward take "
+            f"{needed}, and {free} are free; wanted fewer kv_tokens, or fewer batch_tokens"
+        )
     return UserError(
         f"{model.config.model_type}: continuous batching cannot serve this model: "
-        f"{first_line(error)}; wanted layers of full or sliding attention without caps or sinks, "
-        "and memory for kv_tokens"
+        f"{first_line(error)}; wanted layers of full or sliding attention without caps or sinks"
     )

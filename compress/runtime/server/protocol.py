@@ -34,10 +34,37 @@ def _stops(given: Any) -> list[str]:
     return strings
 
 
+def _prompt(given: Any) -> str | list[int]:
+    """A text, or token ids."""
+    if isinstance(given, str):
+        return given
+    found = _short(given)
+    if isinstance(given, list):
+        wrong = [token for token in given if type(token) is not int or token < 0]
+        if not wrong:
+            return given
+        found = f"a list with {_short(wrong[0])}"
+    raise PydanticCustomError(
+        "prompt",
+        "found {found}; wanted a text or a list of token ids, one prompt a request",
+        {"found": found},
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
 # Values of a field that ask for nothing more than is done anyway.
 Off = Literal[False] | None
 Zero = Literal[0] | None
 One = Literal[1] | None
+NOT_SERVED = (
+    *("n", "best_of", "echo", "suffix", "logprobs", "top_logprobs", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "tools", "tool_choice", "response_format"),
+)
+"""Fields that may say no more than this."""
 
 
 class _Fields(BaseModel):
@@ -125,7 +152,7 @@ class Chat(Common):
 class Completion(Common):
     """The body of POST /v1/completions: one prompt, as text or as token ids."""
 
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
     best_of: One = None
     echo: Off = None
     logprobs: None = None
@@ -146,4 +173,6 @@ def read(kind: type[Body], body: bytes) -> Body:
         names = [str(part) for part in first["loc"] if str(part) in kind.model_fields]
         where = ".".join(str(part) for part in first["loc"])
         message = f"{where}: {first['msg']}" if where else first["msg"]
+        if first["loc"] and first["loc"][0] in NOT_SERVED:
+            message = f"{where}: {_short(first['input'])} is not served; leave it out"
         raise Refusal(400, message, param=names[0] if names else where or None) from error
