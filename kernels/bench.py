@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.errors import UserError
 from compress.kernels import peers, w8a8, wna16
 from compress.kernels.backend import pick_backend
 from compress.kernels.check import MAX_RELATIVE_ERROR, check_linear
@@ -137,9 +138,21 @@ def int8_peak(device: str) -> float:
 
 
 def shape_of(text: str) -> tuple[int, int]:
-    """`4096x11008` as (N, K)."""
-    n, k = map(int, text.split("x"))
+    """`4096x11008` as (N, K); raises UserError for what is no shape."""
+    try:
+        n, k = map(int, text.split("x"))
+    except ValueError:
+        n = k = 0
+    if min(n, k) < 1:
+        raise UserError(f"--shapes {text}: no shape; wanted NxK, such as 4096x11008")
     return n, k
+
+
+def tokens_of(text: str) -> int:
+    """A number of tokens; raises UserError for what is none."""
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--tokens {text}: wanted a whole number, 1 or more")
+    return int(text)
 
 
 def specs_for(k: int) -> list[QuantSpec]:
@@ -225,6 +238,15 @@ def cell(us: float, dense_us: float, of_bound: float | None) -> str:
     return f"{us:.1f} {dense_us / us:.2f}x{bound}"
 
 
+def run(main: Callable[[], None]) -> None:
+    """`main`; a user's mistake is one line on stderr and status 2."""
+    try:
+        main()
+    except UserError as error:
+        sys.stderr.write(f"compress: {error}\n")
+        sys.exit(2)
+
+
 @torch.inference_mode()
 def main() -> None:
     """Check, measure and print."""
@@ -235,7 +257,7 @@ def main() -> None:
     gpu = device == "cuda"
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=GPU_SHAPES if gpu else None)
     tokens = [1, 4, 16, 64, 256, 1024, 2048, 4096] if gpu else [1, 16, 128]
-    parser.add_argument("--tokens", nargs="+", type=int, default=tokens)
+    parser.add_argument("--tokens", nargs="+", type=tokens_of, default=tokens)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--backend", default=None)
     options = parser.parse_args()
@@ -265,4 +287,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

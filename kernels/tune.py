@@ -1,6 +1,6 @@
 """Measure which tile is fastest, shape by shape, and keep it for the launches to come.
 
-    python -m compress.kernels.tune [--shapes 4096x4096 ...] [--tokens 1 64 2048] [--kernels w8a8]
+    python -m compress.kernels.tune --shapes 4096x4096 [...] [--tokens 1 64 2048] [--kernels w8a8]
 
 Nothing is tuned while requests wait: without this command the shipped tiles are taken. The space is
 what they leave open: three tiles a regime, and K in more parts or fewer. W4A16 is measured in
@@ -16,7 +16,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compress.kernels.bench import copies, copy_of, median_us, random_weight, rotating, shape_of
+from compress.kernels.bench import (
+    copies,
+    copy_of,
+    median_us,
+    random_weight,
+    rotating,
+    run,
+    shape_of,
+    tokens_of,
+)
 from compress.kernels.check import MAX_RELATIVE_ERROR, reference_linear, relative_error
 from compress.kernels.quantize import triton as quantize
 from compress.kernels.roofline import weight_bytes
@@ -93,7 +102,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", type=shape_of, required=True)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 64, 256, 1024, 4096])
+    parser.add_argument("--tokens", nargs="+", type=tokens_of, default=[16, 64, 256, 1024, 4096])
     parser.add_argument("--kernels", nargs="+", choices=list(SPECS), default=list(SPECS))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -110,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
