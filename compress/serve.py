@@ -34,7 +34,7 @@ from compress.runtime.server.overlong import REFUSE, RULES
 KEY_VARIABLE = "COMPRESS_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_SECONDS = 1
-"""For answers to reach their clients after the engine has stopped."""
+"""For answers to reach their clients after the engine has stopped, at least."""
 POLL_SECONDS = 0.1
 
 
@@ -198,8 +198,9 @@ async def run(served: Served, listening: socket.socket, settings: Options, key: 
             await asyncio.sleep(POLL_SECONDS)
         _say(f"stopping; requests have {settings.grace:g} s to finish")
     finally:
+        end = time.monotonic() + settings.grace
         await stop(served, settings.grace)
-    await asyncio.wait([serving], timeout=LAST_SECONDS)
+    await asyncio.wait([serving], timeout=max(LAST_SECONDS, end - time.monotonic()))
     if left := list(server.server_state.connections):
         _say(f"cut off {len(left)} that did not read the answer in time")
         for connection in left:

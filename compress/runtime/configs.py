@@ -22,16 +22,20 @@ def _tokens(value: Any) -> bool:
     return all(_whole(token) for token in (value if isinstance(value, list) else [value]))
 
 
-CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+Check = tuple[str, Callable[[Any], bool], str]
+"""A field of a generation config, whether a value of it can be, and what can."""
+ALWAYS: tuple[Check, ...] = (
     ("do_sample", lambda value: isinstance(value, bool), "true or false"),
-    ("temperature", lambda value: _number(value) and 0 <= value < float("inf"), "0 or more"),
-    ("top_k", lambda value: _whole(value) and value >= 0, "a whole number, 0 or more"),
-    ("top_p", lambda value: _number(value) and 0 < value <= 1, "above 0, at most 1"),
     ("bos_token_id", _tokens, "a token id"),
     ("eos_token_id", _tokens, "a token id, or a list of them"),
     ("pad_token_id", _tokens, "a token id"),
 )
-"""What is read of a generation config: the field, whether a value can be, and what can."""
+SAMPLED: tuple[Check, ...] = (
+    ("temperature", lambda value: _number(value) and 0 <= value < float("inf"), "0 or more"),
+    ("top_k", lambda value: _whole(value) and value >= 0, "a whole number, 0 or more"),
+    ("top_p", lambda value: _number(value) and 0 <= value <= 1, "0 to 1"),
+)
+"""Read where `do_sample` is true alone."""
 
 
 def model_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -54,7 +58,7 @@ def generation_config(folder: Path) -> GenerationConfig | None:
         found = GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{file}: {first_line(error)}; mend it, or take it away") from error
-    for name, can_be, wanted in CHECKS:
+    for name, can_be, wanted in (*ALWAYS, *(SAMPLED if found.do_sample else ())):
         value = getattr(found, name, None)
         if value is not None and not can_be(value):
             raise UserError(f"{file}: {name} is {value!r}; wanted {wanted}")

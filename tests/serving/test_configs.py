@@ -47,10 +47,10 @@ def test_a_file_is_no_folder(copied: Path) -> None:
     ("fields", "message"),
     [
         ({"temperature": "hot", "do_sample": True}, "temperature is 'hot'; wanted 0 or more"),
-        ({"temperature": float("nan")}, "temperature is nan; wanted 0 or more"),
+        ({"do_sample": True, "temperature": float("nan")}, "temperature is nan; wanted 0 or more"),
         ({"do_sample": "yes"}, "do_sample is 'yes'; wanted true or false"),
-        ({"top_k": 0.5}, "top_k is 0.5; wanted a whole number, 0 or more"),
-        ({"top_p": 0}, "top_p is 0; wanted above 0, at most 1"),
+        ({"do_sample": True, "top_k": -1}, "top_k is -1; wanted a whole number, 0 or more"),
+        ({"do_sample": True, "top_p": 2}, "top_p is 2; wanted 0 to 1"),
         ({"eos_token_id": [1, "a"]}, "eos_token_id is [1, 'a']; wanted a token id, or a list of"),
         ([], "'list' object is not a mapping; mend it, or take it away"),
     ],
@@ -62,8 +62,14 @@ def test_a_generation_config_that_cannot_be_is_refused(
     assert refusal(copied).startswith(f"/generation_config.json: {message}")
 
 
-def test_a_generation_config_that_can_be_is_kept(copied: Path) -> None:
-    fields = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1, "eos_token_id": 2}
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1, "eos_token_id": 2},
+        {"do_sample": False, "top_k": -1},  # of which nothing is read
+    ],
+)
+def test_a_generation_config_that_can_be_is_kept(copied: Path, fields: dict[str, object]) -> None:
     (copied / "generation_config.json").write_text(json.dumps(fields))
     found = load(copied).generation_config.to_dict()
     assert {name: found[name] for name in fields} == fields
