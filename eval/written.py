@@ -4,19 +4,20 @@ A score can stay while the distributions behind an answer part, and a word can c
 as likely; this tells the one from the other. Shapes: a answer tokens, H hidden size, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from compress.eval.items import as_asked
 from compress.eval.judge import Judge
 from compress.log import logger, progress
 from compress.machine import release_memory
+from compress.model import find_blocks
 from compress.runtime.cache import all_logits
 from compress.runtime.generate import encode
 from compress.runtime.loader import load
@@ -50,20 +51,36 @@ def divergences(
     logger.info(f"  KL along the written answers that differ: {len(rows)}")
     options: dict[str, Any] = {"device": judge.device, "trust_remote_code": judge.trust_remote_code}
     original = load(dense, dtype=None, **options)
-    states, head = _states(original, list(rows.values())), original.get_output_embeddings()
-    weight, bias = head.weight.detach(), getattr(head, "bias", None)
-    del original
+    states = _states(original, list(rows.values()))
+    logits = head_alone(original)
     release_memory()
     model = load(checkpoint, dtype=None, **options)
     found = {
-        key: _divergence(model, row, F.linear(hidden.to(weight), weight, bias), judge.kv_cache)
+        key: _divergence(model, row, logits(hidden), judge.kv_cache)
         for (key, row), hidden in zip(
             rows.items(), progress(states, "compressed", "answer"), strict=True
         )
     }
-    del model
+    del original, logits, model
     release_memory()
     return found
+
+
+def head_alone(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """From last hidden states [a, H] to logits [a, V] as the model's own forward makes them, with
+    the scale or cap that it may have. Its blocks are let go.
+    """
+    _, blocks = find_blocks(model)
+    del blocks[:]
+
+    @torch.inference_mode()
+    def logits(hidden: Tensor) -> Tensor:
+        hidden = hidden.unsqueeze(0).to(model.device)
+        instead = BaseModelOutputWithPast(last_hidden_state=hidden)
+        model.base_model.forward = lambda *_, **__: instead
+        return model(torch.zeros_like(hidden[..., 0], dtype=torch.int64), use_cache=False).logits[0]
+
+    return logits
 
 
 def _row(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Row:
