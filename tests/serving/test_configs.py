@@ -17,9 +17,9 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    """What the command says about the folder, without its path."""
+    """What is said about the folder at the start, without its path."""
     with pytest.raises(UserError) as told:
-        serve.main([f"checkpoint={folder}", "port=0", "device=cpu"])
+        serve.served(serve.Options(checkpoint=str(folder), device="cpu"))
     assert "\n" not in str(told.value)
     return str(told.value).removeprefix(str(folder))
 
