@@ -16,7 +16,7 @@ from compress import source
 from compress.algorithms.soft_labels import top_k
 from compress.errors import UserError
 from compress.model import BlockModel, linear_shapes
-from compress.runtime.loader import first_line
+from compress.runtime.configs import first_line
 
 TOGETHER = 2  # windows that go through a block together
 

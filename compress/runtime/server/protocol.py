@@ -6,7 +6,6 @@ A field that would change the answer and is not served is refused, not ignored.
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
 
 from compress.runtime.server.errors import Refusal
 
@@ -26,10 +25,8 @@ def _stops(given: Any) -> list[str]:
         elif not 1 <= len(string) <= STOP_CHARACTERS:
             found = f"one of {len(string)} characters"
     if found:
-        raise PydanticCustomError(
-            "stop",
-            "found {found}; wanted up to {most} strings of 1 to {characters} characters",
-            {"found": found, "most": STOPS, "characters": STOP_CHARACTERS},
+        raise ValueError(
+            f"found {found}; wanted up to {STOPS} strings of 1 to {STOP_CHARACTERS} characters"
         )
     return strings
 
@@ -44,11 +41,7 @@ def _prompt(given: Any) -> str | list[int]:
         if not wrong:
             return given
         found = f"a list with {_short(wrong[0])}"
-    raise PydanticCustomError(
-        "prompt",
-        "found {found}; wanted a text or a list of token ids, one prompt a request",
-        {"found": found},
-    )
+    raise ValueError(f"found {found}; wanted a text or a list of token ids, one prompt a request")
 
 
 def _short(value: Any) -> str:
@@ -172,7 +165,8 @@ def read(kind: type[Body], body: bytes) -> Body:
             raise Refusal(400, f"the body is no JSON: {first['ctx']['error']}") from error
         names = [str(part) for part in first["loc"] if str(part) in kind.model_fields]
         where = ".".join(str(part) for part in first["loc"])
-        message = f"{where}: {first['msg']}" if where else first["msg"]
+        reason = first["msg"].removeprefix("Value error, ")  # of what is raised above
+        message = f"{where}: {reason}" if where else reason
         if first["loc"] and first["loc"][0] in NOT_SERVED:
             message = f"{where}: {_short(first['input'])} is not served; leave it out"
         raise Refusal(400, message, param=names[0] if names else where or None) from error
