@@ -166,8 +166,11 @@ def _student(figures: Figures) -> Iterator[Finding]:
     text = (
         f"What was quantized is not the original but {student(shrink)}, "
         f"{many(counts['after'])} of {many(counts['before'])} parameters. Its held-out KL to the "
-        f"original was {significant(kl['before'])} untrained"
+        f"original was {significant(kl['before'])} {'untrained' if shrink['student'] else 'as cut'}"
     )
+    fit = shrink["fit"]
+    if fit and fit["kl"] < kl["before"]:
+        text += f", {significant(fit['kl'])} fitted to the original's hidden states"
     if shrink["kept"]:
         text += (
             f" and is {significant(kl['after'])} after {count(shrink['tokens'])} tokens of the "

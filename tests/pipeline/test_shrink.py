@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from compress import pipeline
 from compress.config import Config
 from compress.errors import ConfigError, UserError
+from compress.report.words import significant
 from compress.source import describe, read_config
 from compress.stages.shrink import Shrink
 from compress.text.documents import python_docs
@@ -113,6 +114,10 @@ def test_the_report_says_what_was_cut(finished: Path) -> None:
     findings = json.loads((finished / "report.json").read_text())["verdict"]["findings"]
     (said,) = [f["text"] for f in findings if f["about"] == "A smaller model"]
     assert wanted in said
+    shrink = manifest(finished, "shrink")
+    assert f"{significant(shrink['kl']['before'])} as cut" in said
+    fitted = f"{significant(shrink['fit']['kl'])} fitted to the original's hidden states"
+    assert (fitted in said) == (shrink["fit"]["kl"] < shrink["kl"]["before"])
     assert "6,144 tokens of the original's soft labels" in said
     assert "<h2>A smaller model</h2>" in (finished / "report.html").read_text()
     card = (finished / "checkpoint" / "README.md").read_text()
