@@ -13,19 +13,7 @@ from compress.quantization_config import (
     quantization_config,
     read_quantization_config,
 )
-
-SPECS = [
-    QuantSpec(8, activation_bits=8),
-    QuantSpec(8),
-    QuantSpec(8, group_size=32),
-    QuantSpec(4),
-    QuantSpec(4, group_size=32),
-    QuantSpec(4, group_size=64),
-]
-IGNORE = ["lm_head", "model.layers.0.self_attn.q_proj"]
-NAME = "model.layers.0.mlp.down_proj"
-
-every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.scheme)
+from tests.unit.test_checkpoint import IGNORE, NAME, every_spec
 
 
 @every_spec
