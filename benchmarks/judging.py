@@ -88,6 +88,7 @@ def judge(options: argparse.Namespace, name: str, checkpoint: str, sets: Sequenc
         f"score.windows={options.windows}",
         f"score.limit={options.limit or 'null'}",
         f"score.tasks=[{','.join(asked)}]",
+        f"score.originals={options.work / 'originals'}",
         "stages=[score,report]",
         f"out={out}",
     ]

@@ -52,7 +52,7 @@ def once(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
 
 def write_text(file: Path, text: str) -> None:
     """Write a file whole or not at all: aside, to the disk, then renamed."""
-    aside = file.with_name(f".{file.name}.tmp")
+    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     with aside.open("w", encoding="utf-8") as opened:
         opened.write(text)
         opened.flush()

@@ -120,9 +120,11 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
 
 
 def _section(config: Config, name: str) -> dict[str, Any]:
-    """A stage's own settings, less the gate, which judges scores and changes none of them."""
+    """A stage's own settings, less those of score that change none of its figures: the gate, which
+    judges them, and where the original's are kept.
+    """
     fields = config.section(name) if name != "source" else {}
-    return {field: value for field, value in fields.items() if field != "gate"}
+    return {field: value for field, value in fields.items() if field not in ("gate", "originals")}
 
 
 def _by_content(section: dict[str, Any], content: str) -> dict[str, Any]:

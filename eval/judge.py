@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress import source
 from compress.artifact import write_json
 from compress.eval import diagnosis, fidelity, layers, sheet, statistics
 from compress.eval.answers import Answer, ask, compare, fitting
@@ -22,6 +24,7 @@ from compress.eval.items import Item, items
 from compress.eval.layers import Blocks
 from compress.eval.tasks import Task
 from compress.log import logger
+from compress.machine import hardware, packages
 from compress.runtime.loader import load
 
 SHOWN = 24  # tokens of the text before a disagreement
@@ -55,6 +58,7 @@ class Judge:
 
     tokenizer: the original's. windows [n, T]: held-out text. asked: tasks with their items.
     work: a folder for results, each written as soon as it is known, so that a killed run goes on.
+    originals: a folder where what the original answered is kept for other runs too; None: in `work`.
     kv_cache: how the compressed model keeps keys and values; the original keeps them in 16 bit.
     trust_remote_code: run the models' own Python. rope: the `rope_parameters` that the compressed
     model should have, where they are not the original's. same_blocks: whether its blocks stand for
@@ -67,6 +71,7 @@ class Judge:
     batch_size: int
     device: str
     work: Path
+    originals: Path | None = None
     kv_cache: str = "16"
     trust_remote_code: bool = False
     rope: Mapping[str, Any] | None = None
@@ -81,8 +86,9 @@ class Judge:
         which gives its answers and what the arithmetic alone costs; last the compressed one.
         """
         reference, states = self._reference(dense)
-        before = self._results("original", dense, (reference, states), "16")
-        after = self._results("compressed", checkpoint, (reference, states), self.kv_cache)
+        old, new = self._original_folder(dense), self._folder
+        before = self._results(old, "original", dense, (reference, states), "16")
+        after = self._results(new, "compressed", checkpoint, (reference, states), self.kv_cache)
         rows, outputs, drifts = [], [], []
         for task, its in self.asked:
             old, new = ([Answer(**a) for a in found[task.name]] for found in (before, after))
@@ -126,18 +132,27 @@ class Judge:
 
     @property
     def _folder(self) -> Path:
-        """Where results are kept: its name differs where they would."""
+        """Where this run's results are kept: its name differs where they would."""
+        return self._named(self.work, self.kv_cache)
+
+    def _original_folder(self, dense: Path) -> Path:
+        """Where the original's are: with this run's, or named by all that they depend on."""
+        if self.originals is None:
+            return self._folder
+        return self._named(self.originals, [source.fingerprint(dense), hardware(), packages()])
+
+    def _named(self, parent: Path, more: Any) -> Path:
         asked = [(asdict(task), [asdict(item) for item in its]) for task, its in self.asked]
-        settings = [asked, self.batch_size, self.device, self.kv_cache]
+        settings = [asked, self.batch_size, self.device, more]
         digest = hashlib.sha256(json.dumps(settings, default=str).encode())
         digest.update(self.windows.numpy().tobytes())
-        folder = self.work / digest.hexdigest()[:16]
+        folder = parent / digest.hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _reference(self, dense: Path) -> tuple[Reference, Tensor]:
         """The original's predictions on the windows, and what its blocks read, in float32."""
-        file = self._folder / "reference.safetensors"
+        file = self._original_folder(dense) / "reference.safetensors"
         if not file.exists():
             model = load(
                 dense,
@@ -149,7 +164,7 @@ class Judge:
                 model.to(self.device)
             reference = fidelity.remember(model, self.windows)
             states = layers.trace(model, self.windows[0])
-            aside = file.with_suffix(".part")
+            aside = file.with_suffix(f".{os.getpid()}")  # other runs may be at it too
             save_file({**vars(reference), "states": states}, aside)
             aside.rename(file)
             del model
@@ -159,15 +174,22 @@ class Judge:
         return Reference(**found), states
 
     def _results(
-        self, who: str, model_folder: Path, original: tuple[Reference, Tensor], kv_cache: str
+        self,
+        kept: Path,
+        who: str,
+        model_folder: Path,
+        original: tuple[Reference, Tensor],
+        kv_cache: str,
     ) -> dict[str, Any]:
-        """Fidelity and the answers to every task; the model is loaded if one is missing."""
+        """Fidelity and the answers to every task, from `kept` or of the model, which is loaded if
+        one is missing.
+        """
         jobs: list[Job] = [
             ("fidelity", partial(self._closeness, original[0], kv_cache)),
             *([("blocks", partial(self._blocks, *original))] if self.same_blocks else []),
             *((task.name, partial(self._answers, task, its, kv_cache)) for task, its in self.asked),
         ]
-        files = {name: self._folder / f"{who}.{name}.json" for name, _ in jobs}
+        files = {name: kept / f"{who}.{name}.json" for name, _ in jobs}
         missing = [(name, job) for name, job in jobs if not files[name].exists()]
         if missing:
             model = load(

@@ -26,7 +26,8 @@ class Score:
     text: a file of held-out text to measure KL and perplexity on; null: the data's held-out part.
     windows, window_tokens: how much of it. tasks: names of bundled suites, and .yaml files of tasks
     of one's own (docs/eval.md). limit: items a task; null: all. max_new_tokens: cuts the tasks' own
-    limits on the length of an answer; null: leaves them. batch_size: prompts at a time. outputs:
+    limits on the length of an answer; null: leaves them. batch_size: prompts at a time. originals:
+    a folder where what the original answered is kept for other runs; null: for this one. outputs:
     answers shown side by side, beside all boundary cases that failed. gate: limits on what may be
     lost; a run that breaks one writes everything and ends with status 3. The compressed model keeps
     keys and values as serve.kv_cache has it.
@@ -53,6 +54,7 @@ class Score:
     limit: int | None = None
     max_new_tokens: int | None = None
     batch_size: int = 8
+    originals: str | None = None
     outputs: int = 20
     gate: Gate = field(default_factory=Gate)
 
@@ -96,6 +98,7 @@ class Score:
             batch_size=self.batch_size,
             device=run.config.device,
             work=run.work,
+            originals=self._originals(),
             kv_cache=run.config.serve.kv_cache,
             trust_remote_code=trust,
             rope=_extended_rope(run),
@@ -130,6 +133,11 @@ class Score:
             return file.read_text(encoding="utf-8"), file.name
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"score.text={self.text}: cannot be read as text: {error}") from error
+
+    def _originals(self) -> Path | None:
+        if self.originals is None:
+            return None
+        return Path(self.originals).expanduser() / f"version{self.version}"
 
     def _windows(self, text: str, tokenizer: PreTrainedTokenizerBase, context: int) -> Tensor:
         length = min(self.window_tokens, context)

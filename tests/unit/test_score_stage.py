@@ -198,6 +198,26 @@ def test_what_was_kept_for_other_questions_is_not_used(folders, text, tmp_path, 
     assert len(loads) == 3
 
 
+def test_what_the_original_answered_serves_other_runs_of_it(folders, text, tmp_path, loads):
+    dense, checkpoint = folders
+    kept = tmp_path / "originals"
+    score = Score(text=text, originals=str(kept), **SETTINGS)
+    first = score.run(run_of(folders, tmp_path / "first"), tmp_path)
+    del loads[:]
+    assert score.run(run_of(folders, tmp_path / "second"), tmp_path) == first
+    assert loads == [("checkpoint", None)]
+    del loads[:]
+    # Another original, and other questions, are asked anew.
+    score.run(run_of((checkpoint, checkpoint), tmp_path / "third"), tmp_path)
+    score = Score(text=text, originals=str(kept), **SETTINGS | {"limit": 1})
+    score.run(run_of(folders, tmp_path / "fourth"), tmp_path)
+    assert loads == [
+        *[("checkpoint", dtype) for dtype in (torch.float32, None, None)],
+        ("dense", torch.float32), ("dense", None), ("checkpoint", None),
+    ]  # fmt: skip
+    assert len(list(kept.rglob("reference.safetensors"))) == 3
+
+
 def test_windows_that_do_not_fit_are_shortened_in_words(folders, text, tmp_path, caplog):
     score = Score(text=text, tasks=["translation"], limit=1, max_new_tokens=2, windows=5)
     with caplog.at_level("INFO", logger="compress"):
