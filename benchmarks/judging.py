@@ -53,20 +53,27 @@ SETS: Mapping[str, dict[str, Any]] = {
 def prepare(data: Path, folder: Path, items: int) -> list[Path]:
     """A YAML and a JSONL for every set; returns the YAML files.
 
-    `items` lines, spread evenly over a file, since some are in an order: BLiMP's by phenomenon.
+    `items` lines, spread evenly over a file, since some are in an order: BLiMP's by phenomenon. A
+    line with the same choice twice, of which MMLU has one, has no right answer and is left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for name, task in SETS.items():
-        lines = (data / task["data"]).read_text(encoding="utf-8").splitlines()
+        text = (data / task["data"]).read_text(encoding="utf-8")
+        lines = [as_choice(json.loads(line)) for line in text.splitlines()]
+        lines = [line for line in lines if _differ(line.get("choices", ()))]
         count = min(items, len(lines))
-        chosen = [as_choice(json.loads(lines[i * len(lines) // count])) for i in range(count)]
+        chosen = [lines[i * len(lines) // count] for i in range(count)]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in chosen)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         file = folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump({**task, "data": f"{name}.jsonl"}), encoding="utf-8")
         files.append(file)
     return files
+
+
+def _differ(choices: Sequence[str]) -> bool:
+    return len(set(choices)) == len(choices)
 
 
 def as_choice(line: dict[str, Any]) -> dict[str, Any]:

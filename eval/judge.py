@@ -58,7 +58,7 @@ class Judge:
 
     tokenizer: the original's. windows [n, T]: held-out text. asked: tasks with their items.
     work: a folder for results, each written as soon as it is known, so that a killed run goes on.
-    originals: a folder where what the original answered is kept for other runs too; None: in `work`.
+    originals: a folder where what the original answered is kept for other runs; None: in `work`.
     kv_cache: how the compressed model keeps keys and values; the original keeps them in 16 bit.
     trust_remote_code: run the models' own Python. rope: the `rope_parameters` that the compressed
     model should have, where they are not the original's. same_blocks: whether its blocks stand for
@@ -86,9 +86,9 @@ class Judge:
         which gives its answers and what the arithmetic alone costs; last the compressed one.
         """
         reference, states = self._reference(dense)
-        old, new = self._original_folder(dense), self._folder
-        before = self._results(old, "original", dense, (reference, states), "16")
-        after = self._results(new, "compressed", checkpoint, (reference, states), self.kv_cache)
+        kept, known = self._original_folder(dense), (reference, states)
+        before = self._results(kept, "original", dense, known, "16")
+        after = self._results(self._folder, "compressed", checkpoint, known, self.kv_cache)
         rows, outputs, drifts = [], [], []
         for task, its in self.asked:
             old, new = ([Answer(**a) for a in found[task.name]] for found in (before, after))

@@ -199,7 +199,7 @@ def test_what_was_kept_for_other_questions_is_not_used(folders, text, tmp_path, 
 
 
 def test_what_the_original_answered_serves_other_runs_of_it(folders, text, tmp_path, loads):
-    dense, checkpoint = folders
+    _, checkpoint = folders
     kept = tmp_path / "originals"
     score = Score(text=text, originals=str(kept), **SETTINGS)
     first = score.run(run_of(folders, tmp_path / "first"), tmp_path)
