@@ -57,17 +57,19 @@ def random_weight(n: int, k: int, spec: QuantSpec, device: str, dtype: torch.dty
     return QTensor(quantize(weight, scales, spec), scales, spec)
 
 
-def bind(weight: QTensor, backend: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The linear of `weight` on `backend`, without bias, for inputs of `dtype`."""
+def bind(
+    weight: QTensor, backend: str, dtype: torch.dtype, bias: Tensor | None = None
+) -> Callable[[Tensor], Tensor]:
+    """The linear of `weight` on `backend` for inputs of `dtype`."""
     if weight.spec.activation_bits is not None:
-        return w8a8.prepare(weight.ints, weight.scales, None, backend)
+        return w8a8.prepare(weight.ints, weight.scales, bias, backend)
     packed = pack_int32(weight.ints, weight.spec.bits)
     if backend == "triton":
         packed = to_planar(packed, weight.spec.bits, weight.spec.group_size)
     return wna16.prepare(
         packed,
         weight.scales,
-        None,
+        bias,
         spec=weight.spec,
         in_features=weight.ints.shape[1],
         backend=backend,

@@ -152,7 +152,7 @@ def _use_dense_products(model: PreTrainedModel) -> None:
 
 
 def _dense_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return dense.linear(x, module.weight, module.bias)
+    return dense.Dense(module.weight, module.bias)(x)
 
 
 def _why_not(model: PreTrainedModel, kv_cache: str) -> str | None:

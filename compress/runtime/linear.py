@@ -58,6 +58,11 @@ class QuantLinear(nn.Module):
         self._backend = backend
         self._kernel = self._bind(dtype)
 
+    @property
+    def kernel(self) -> Callable[[Tensor], Tensor] | None:
+        """What the tensors are bound to; None before `prepare` or the first forward."""
+        return self._kernel
+
     def forget(self) -> None:
         """Let go of the tensors, and of the kernel and the order that it put them in: others, as a
         checkpoint holds them, will take their places.

@@ -1,8 +1,9 @@
 """One token of one request on CPU without the modules: products, and one call for what is between.
 
 The modules of a block like Llama's are 40 operations of torch a token, views left out, and in a
-small model these and Python take about as long as the products. Here a block is 14 calls. The
-products are the modules' own; norms, RoPE and attention are compress.kernels.token.
+small model these and Python take about as long as the products. Here a block is 10 calls. The
+products are the modules' own, those of one input joined (compress.runtime.joined); norms, SwiGLU,
+RoPE and attention are compress.kernels.token.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from compress.kernels import token
 from compress.runtime.fused import FAMILIES, HOMES
+from compress.runtime.joined import joined
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -95,24 +97,31 @@ def _block(block: Any) -> Callable[..., Tensor]:
     """A function of x [1, hidden], cos and sin [D], keys and values [KV heads, T, D], position."""
     attention, mlp = block.self_attn, block.mlp
     before, between = _norm(block.input_layernorm), _norm(block.post_attention_layernorm)
-    q, k, v, o = (getattr(attention, f"{name}_proj").forward for name in "qkvo")
-    gate, up, down = (getattr(mlp, f"{name}_proj").forward for name in ("gate", "up", "down"))
-    scale, attend, size = attention.scaling, token.ops().attend, attention.head_dim
-    q_norm, k_norm = (
-        _norm(getattr(attention, name)) if hasattr(attention, name) else None
-        for name in ("q_norm", "k_norm")
-    )
+    qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
+    gate_up = joined([mlp.gate_proj, mlp.up_proj])
+    o, down = attention.o_proj.forward, mlp.down_proj.forward
+    if hasattr(attention, "q_norm"):
+        qkv = _normed(qkv, attention)
+    scale, attend, swiglu = attention.scaling, token.ops().attend, token.ops().swiglu
 
     def run(
         x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: int
     ) -> Tensor:
-        normed = before(x)
-        query, key, value = q(normed), k(normed), v(normed)
-        if q_norm is not None and k_norm is not None:
-            query = q_norm(query.view(-1, size)).view(1, -1)
-            key = k_norm(key.view(-1, size)).view(1, -1)
-        x = x + o(attend(query, key, value, cos, sin, keys, values, position, scale))
-        normed = between(x)
-        return x + down(F.silu(gate(normed)).mul_(up(normed)))
+        x = x + o(attend(qkv(before(x)), cos, sin, keys, values, position, scale))
+        return x + down(swiglu(gate_up(between(x))))
+
+    return run
+
+
+def _normed(qkv: Callable[[Tensor], Tensor], attention: Any) -> Callable[[Tensor], Tensor]:
+    """`qkv`, and then the norms over each head of queries and keys."""
+    q_norm, k_norm, size = _norm(attention.q_norm), _norm(attention.k_norm), attention.head_dim
+    sizes = [attention.q_proj.out_features, attention.k_proj.out_features]
+    sizes.append(attention.v_proj.out_features)
+
+    def run(x: Tensor) -> Tensor:
+        query, key, value = qkv(x).split(sizes, -1)
+        query, key = q_norm(query.view(-1, size)), k_norm(key.view(-1, size))
+        return torch.cat([query.view(1, -1), key.view(1, -1), value], -1)
 
     return run

@@ -25,12 +25,18 @@ void dense_row(const float* x, const BFloat16* w, BFloat16* y, int64_t n, int64_
   }
 }
 
-inline void dense(const float* x_MK, const BFloat16* w_NK, BFloat16* y_MN, int64_t m, int64_t n,
-                  int64_t k) {
-  for_rows(n, 2 * k, [&](int64_t row) {
-    for_tiles(m, [&]<int64_t TOKENS>(Tokens<TOKENS>, int64_t first) {
-      dense_row<TOKENS>(x_MK + first * k, w_NK + row * k, y_MN + first * n + row, n, k);
-    });
+struct Dense {
+  const BFloat16* values;
+  int64_t rows;
+};
+
+inline void dense(const float* x_MK, const std::vector<Dense>& weights, BFloat16* y_MN, int64_t m,
+                  int64_t n, int64_t k) {
+  for_runs(weights, 2 * k, [&](const Dense& w, int64_t begin, int64_t end, int64_t out) {
+    for (int64_t row = begin; row < end; row++)
+      for_tiles(m, [&]<int64_t TOKENS>(Tokens<TOKENS>, int64_t first) {
+        dense_row<TOKENS>(x_MK + first * k, w.values + row * k, y_MN + first * n + out + row, n, k);
+      });
   });
 }
 

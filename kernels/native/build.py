@@ -130,17 +130,11 @@ def _build(program: list[str], binary: Path) -> None:
 
 
 def _register_fakes() -> None:
-    @torch.library.register_fake("compress_cpu::dense")
-    def _(x: Tensor, weight: Tensor) -> Tensor:
-        return x.new_empty((x.shape[0], weight.shape[0]))
+    def product(x: Tensor, weights: list[Tensor], *_: object) -> Tensor:
+        return x.new_empty((x.shape[0], sum(len(weight) for weight in weights)))
 
-    @torch.library.register_fake("compress_cpu::w8a8")
-    def _(x: Tensor, weight: Tensor, sums: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        return x.new_empty((x.shape[0], weight.shape[0]))
-
-    @torch.library.register_fake("compress_cpu::wna16")
-    def _(x: Tensor, words: Tensor, scales: Tensor, bits: int) -> Tensor:
-        return x.new_empty((x.shape[0], words.shape[0]))
+    for name in ("dense", "w8a8", "wna16"):
+        torch.library.register_fake(f"compress_cpu::{name}", product)
 
     @torch.library.register_fake("compress_cpu::dequantize")
     def _(words: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -151,6 +145,10 @@ def _register_fakes() -> None:
     def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch.empty_like(x)
 
+    @torch.library.register_fake("compress_cpu::swiglu")
+    def _(gate_up: Tensor) -> Tensor:
+        return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+
     @torch.library.register_fake("compress_cpu::attend")
-    def _(q: Tensor, *others: object) -> Tensor:
-        return torch.empty_like(q)
+    def _(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, *_: object) -> Tensor:
+        return qkv.new_empty((1, qkv.shape[1] - 2 * keys.shape[0] * keys.shape[2]))

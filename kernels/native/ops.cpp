@@ -35,6 +35,13 @@ const uint8_t* as_bytes(const Tensor& words) {
   return reinterpret_cast<const uint8_t*>(words.const_data_ptr<int32_t>());
 }
 
+int64_t rows_of(at::TensorList weights) {
+  TORCH_CHECK(!weights.empty(), "no weight; wanted one or more");
+  int64_t rows = 0;
+  for (const Tensor& weight : weights) rows += weight.size(0);
+  return rows;
+}
+
 compress::Grid grid_of(const Tensor& words, const Tensor& scales, int64_t bits) {
   TORCH_CHECK(bits == 4 || bits == 8, bits, " bits; wanted 4 or 8");
   const int64_t n = words.size(0), count = words.size(1), groups = scales.size(1);
@@ -45,51 +52,69 @@ compress::Grid grid_of(const Tensor& words, const Tensor& scales, int64_t bits) 
   return {bits, groups, count * 32 / bits / groups};
 }
 
-Tensor dense(const Tensor& x, const Tensor& weight) {
-  const int64_t m = x.size(0), n = weight.size(0), k = weight.size(1);
+Tensor dense(const Tensor& x, at::TensorList weights) {
+  const int64_t m = x.size(0), n = rows_of(weights), k = x.size(1);
   expect("x", x, {m, k});
-  expect("weight", weight, {n, k});
+  std::vector<compress::Dense> each;
+  for (const Tensor& weight : weights) {
+    expect("weight", weight, {weight.size(0), k});
+    each.push_back({weight.const_data_ptr<BFloat16>(), weight.size(0)});
+  }
   Tensor y = at::empty({m, n}, x.options());
-  compress::dense(floats(x).data(), weight.const_data_ptr<BFloat16>(), y.data_ptr<BFloat16>(), m, n,
-                  k);
+  compress::dense(floats(x).data(), each, y.data_ptr<BFloat16>(), m, n, k);
   return y;
 }
 
 template <typename T, typename Out>
-Tensor w8a8_as(const Tensor& x, const Tensor& weight, const Tensor& sums, const Tensor& scales) {
-  const int64_t m = x.size(0), n = weight.size(0), k = weight.size(1);
+Tensor w8a8_as(const Tensor& x, at::TensorList weights, at::TensorList sums,
+               at::TensorList scales) {
+  const int64_t m = x.size(0), n = rows_of(weights), k = x.size(1);
   expect("x", x, {m, k});
-  expect("weight", weight, {n, k});
-  expect("sums", sums, {n});
-  expect("scales", scales, {n});
+  std::vector<compress::Int8> each;
+  for (size_t i = 0; i < weights.size(); i++) {
+    const int64_t rows = weights[i].size(0);
+    expect("weight", weights[i], {rows, k});
+    expect("sums", sums[i], {rows});
+    expect("scales", scales[i], {rows});
+    each.push_back({weights[i].const_data_ptr<int8_t>(), sums[i].const_data_ptr<int32_t>(),
+                    scales[i].const_data_ptr<float>(), rows});
+  }
   Tensor y = at::empty({m, n}, x.options().dtype(c10::CppTypeToScalarType<Out>::value));
-  compress::w8a8(x.const_data_ptr<T>(), weight.const_data_ptr<int8_t>(),
-                 sums.const_data_ptr<int32_t>(), scales.const_data_ptr<float>(), y.data_ptr<Out>(),
-                 m, n, k);
+  compress::w8a8(x.const_data_ptr<T>(), each, y.data_ptr<Out>(), m, n, k);
   return y;
 }
 
-Tensor w8a8(const Tensor& x, const Tensor& weight, const Tensor& sums, const Tensor& scales,
+Tensor w8a8(const Tensor& x, at::TensorList weights, at::TensorList sums, at::TensorList scales,
             const optional<Tensor>& bias) {
+  TORCH_CHECK(sums.size() == weights.size() && scales.size() == weights.size(), weights.size(),
+              " weights, ", sums.size(), " sums, ", scales.size(), " scales; wanted as many of each");
   if (x.scalar_type() == at::kFloat) {
-    const Tensor y = w8a8_as<float, float>(x, weight, sums, scales);
+    const Tensor y = w8a8_as<float, float>(x, weights, sums, scales);
     return bias ? at::add(y, *bias) : y;
   }
-  if (bias) return at::add(w8a8_as<BFloat16, float>(x, weight, sums, scales), *bias).to(at::kBFloat16);
-  return w8a8_as<BFloat16, BFloat16>(x, weight, sums, scales);
+  if (bias)
+    return at::add(w8a8_as<BFloat16, float>(x, weights, sums, scales), *bias).to(at::kBFloat16);
+  return w8a8_as<BFloat16, BFloat16>(x, weights, sums, scales);
 }
 
-Tensor wna16(const Tensor& x, const Tensor& words, const Tensor& scales, int64_t bits) {
-  const compress::Grid grid = grid_of(words, scales, bits);
-  const int64_t m = x.size(0), n = words.size(0);
+Tensor wna16(const Tensor& x, at::TensorList words, at::TensorList scales, int64_t bits) {
+  const int64_t m = x.size(0), n = rows_of(words);
+  TORCH_CHECK(scales.size() == words.size(), words.size(), " weights, ", scales.size(),
+              " scales; wanted as many of each");
+  const compress::Grid grid = grid_of(words[0], scales[0], bits);
   expect("x", x, {m, grid.groups * grid.group});
+  std::vector<compress::Packed> each;
+  for (size_t i = 0; i < words.size(); i++) {
+    const int64_t rows = words[i].size(0);
+    expect("words", words[i], {rows, words[0].size(1)});
+    expect("scales", scales[i], {rows, grid.groups});
+    each.push_back({as_bytes(words[i]), scales[i].const_data_ptr<float>(), rows});
+  }
   Tensor y = at::empty({m, n}, x.options());
-  const float* each = scales.const_data_ptr<float>();
   if (compress::pairs_take(grid))
-    compress::pairs(x.const_data_ptr<BFloat16>(), as_bytes(words), each, y.data_ptr<BFloat16>(), m,
-                    n, grid);
+    compress::pairs(x.const_data_ptr<BFloat16>(), each, y.data_ptr<BFloat16>(), m, n, grid);
   else
-    compress::wna16(floats(x).data(), as_bytes(words), each, y.data_ptr<BFloat16>(), m, n, grid);
+    compress::wna16(floats(x).data(), each, y.data_ptr<BFloat16>(), m, n, grid);
   return y;
 }
 
@@ -113,22 +138,33 @@ Tensor rmsnorm(const Tensor& x, const Tensor& weight, double eps) {
   return y;
 }
 
-Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
-              const Tensor& sin, Tensor& keys, Tensor& values, int64_t position, double scale) {
+Tensor swiglu(const Tensor& gate_up) {
+  const int64_t m = gate_up.size(0), n = gate_up.size(1) / 2;
+  expect("gate_up", gate_up, {m, 2 * n});
+  Tensor y = at::empty({m, n}, gate_up.options());
+  for (int64_t i = 0; i < m; i++)
+    compress::swiglu(gate_up.const_data_ptr<BFloat16>() + 2 * i * n,
+                     gate_up.const_data_ptr<BFloat16>() + (2 * i + 1) * n,
+                     y.data_ptr<BFloat16>() + i * n, n);
+  return y;
+}
+
+Tensor attend(const Tensor& qkv, const Tensor& cos, const Tensor& sin, Tensor& keys, Tensor& values,
+              int64_t position, double scale) {
   const int64_t groups = keys.size(0), room = keys.size(1), size = keys.size(2);
   TORCH_CHECK(groups > 0 && size > 0, "keys is ", keys.sizes(), "; wanted heads of some size");
-  const int64_t queries = q.numel() / (groups * size);
+  const int64_t queries = qkv.numel() / (groups * size) - 2;
   TORCH_CHECK(position >= 0 && position < room, "token ", position, " of a cache for ", room);
-  expect("q", q, {1, groups * queries * size});
-  expect("k", k, {1, groups * size});
-  expect("v", v, {1, groups * size});
+  TORCH_CHECK(queries > 0, "qkv is ", qkv.sizes(), "; wanted a query or more to each key");
+  expect("qkv", qkv, {1, groups * (queries + 2) * size});
   expect("cos", cos, {size});
   expect("sin", sin, {size});
   expect("keys", keys, {groups, room, size});
   expect("values", values, {groups, room, size});
-  Tensor out = at::empty(q.sizes(), q.options());
-  compress::attend(q.const_data_ptr<BFloat16>(), k.const_data_ptr<BFloat16>(),
-                   v.const_data_ptr<BFloat16>(), cos.const_data_ptr<BFloat16>(),
+  Tensor out = at::empty({1, groups * queries * size}, qkv.options());
+  const BFloat16* q = qkv.const_data_ptr<BFloat16>();
+  const BFloat16* k = q + groups * queries * size;
+  compress::attend(q, k, k + groups * size, cos.const_data_ptr<BFloat16>(),
                    sin.const_data_ptr<BFloat16>(), keys.data_ptr<BFloat16>(),
                    values.data_ptr<BFloat16>(), out.data_ptr<BFloat16>(), position, scale,
                    {groups, queries, size, room});
@@ -136,14 +172,16 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& c
 }
 
 TORCH_LIBRARY(compress_cpu, library) {
-  library.def("dense(Tensor x, Tensor weight) -> Tensor");
-  library.def("w8a8(Tensor x, Tensor weight, Tensor sums, Tensor scales, Tensor? bias) -> Tensor");
-  library.def("wna16(Tensor x, Tensor words, Tensor scales, int bits) -> Tensor");
+  library.def("dense(Tensor x, Tensor[] weights) -> Tensor");
+  library.def(
+      "w8a8(Tensor x, Tensor[] weights, Tensor[] sums, Tensor[] scales, Tensor? bias) -> Tensor");
+  library.def("wna16(Tensor x, Tensor[] words, Tensor[] scales, int bits) -> Tensor");
   library.def("dequantize(Tensor words, Tensor scales, int bits) -> Tensor");
   library.def("rmsnorm(Tensor x, Tensor weight, float eps) -> Tensor");
+  library.def("swiglu(Tensor gate_up) -> Tensor");
   library.def(
-      "attend(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, "
-      "Tensor(b!) values, int position, float scale) -> Tensor");
+      "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
+      "int position, float scale) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(compress_cpu, CPU, library) {
@@ -152,6 +190,7 @@ TORCH_LIBRARY_IMPL(compress_cpu, CPU, library) {
   library.impl("wna16", wna16);
   library.impl("dequantize", dequantize);
   library.impl("rmsnorm", rmsnorm);
+  library.impl("swiglu", swiglu);
   library.impl("attend", attend);
 }
 

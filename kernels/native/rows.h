@@ -2,7 +2,8 @@
 //
 //     x [M, K], weight [N, K], scales [N, G]  ->  y [M, N]
 //
-// M tokens, N output channels, K input channels, G groups. At decode the speed of memory should be
+// M tokens, N output channels, K input channels, G groups. Several weights of one input are a product
+// of their own: their outputs lie side by side, N counts the rows of all. At decode the speed of memory should be
 // all that counts, so each row of the weight is read once, as the checkpoint stores it, and
 // multiplied with up to TILE tokens while it is at hand. An output is summed in one order, whatever
 // M and the number of threads. Vectors are GCC's, which Clang has too: no instruction set is named.
@@ -15,6 +16,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace compress {
 
@@ -39,8 +41,14 @@ Vector load(const void* from) {
 }
 
 // 16 values of bf16: the upper halves of float32.
-inline Floats widen(const BFloat16* from) {
-  return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+inline Floats widen(Halves values) { return (Floats)(__builtin_convertvector(values, Words) << 16); }
+inline Floats widen(const BFloat16* from) { return widen(load<Halves>(from)); }
+
+// Rounded to bf16, to even; NaN stays NaN.
+inline Halves narrow(Floats values) {
+  const Words bits = (Words)values, even = bits >> 16 & 1;
+  const Words rounded = bits + 0x7FFF + even;
+  return __builtin_convertvector((values == values ? rounded : bits | 0x400000) >> 16, Halves);
 }
 
 // By halves, because one lane after the other waits for each addition.
@@ -62,12 +70,32 @@ inline void prefetch(const void* from) {
   __builtin_prefetch(static_cast<const char*>(from) + 3072);
 }
 
+inline int64_t rows_per_thread(int64_t bytes_per_row) {
+  return BYTES_PER_THREAD / std::max<int64_t>(bytes_per_row, 1) + 1;
+}
+
 // Calls row(n) for each of the `rows`, shared out among torch's threads.
 template <typename Row>
 void for_rows(int64_t rows, int64_t bytes_per_row, const Row& row) {
-  const int64_t grain = BYTES_PER_THREAD / std::max<int64_t>(bytes_per_row, 1) + 1;
-  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, rows, rows_per_thread(bytes_per_row), [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++) row(n);
+  });
+}
+
+// Shares out the rows of all `weights` among torch's threads: calls run(weight, begin, end, first)
+// for rows of one of them, of which row 0 gives output `first`.
+template <typename Weight, typename Run>
+void for_runs(const std::vector<Weight>& weights, int64_t bytes_per_row, const Run& run) {
+  int64_t rows = 0;
+  for (const Weight& weight : weights) rows += weight.rows;
+  at::parallel_for(0, rows, rows_per_thread(bytes_per_row), [&](int64_t begin, int64_t end) {
+    int64_t first = 0;
+    for (const Weight& weight : weights) {
+      const int64_t from = std::max<int64_t>(begin - first, 0);
+      const int64_t to = std::min(end - first, weight.rows);
+      if (from < to) run(weight, from, to, first);
+      first += weight.rows;
+    }
   });
 }
 

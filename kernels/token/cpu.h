@@ -1,4 +1,4 @@
-// RMSNorm and attention of one token, as reference.py has them.
+// RMSNorm, SwiGLU and attention of one token, as reference.py has them.
 
 #pragma once
 
@@ -18,6 +18,47 @@ inline void rmsnorm(const BFloat16* x, const BFloat16* weight, BFloat16* y, int6
 #pragma omp simd
   for (int64_t i = 0; i < k; i++)
     y[i] = BFloat16(float(BFloat16(float(x[i]) * factor)) * float(weight[i]));
+}
+
+// e^x to 2^-22 of itself, from e^-87 to e^88, where it stays beyond: 2^n times a polynomial.
+inline Floats exp(Floats x) {
+  constexpr float ROUND = 12582912;  // 3 * 2^22: what is added to it loses its fraction
+  x = x < -87.f ? Floats{} - 87.f : x;
+  x = x > 88.f ? Floats{} + 88.f : x;
+  const Floats n = x * 1.44269504f + ROUND - ROUND;
+  const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Floats p = r * (1.f / 720) + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.f;
+  p = p * r + 1.f;
+  return p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+}
+
+// exp of `size` values in place, less `peak`.
+inline void exp_less(float* x, int64_t size, float peak) {
+  const int64_t whole = size / LANES * LANES;
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const Floats y = exp(load<Floats>(x + i) - peak);
+    std::memcpy(x + i, &y, sizeof(y));
+  }
+  for (int64_t i = whole; i < size; i++) x[i] = std::exp(x[i] - peak);
+}
+
+// Rounded where bf16 modules round.
+inline void swiglu(const BFloat16* gate, const BFloat16* up, BFloat16* y, int64_t k) {
+  const int64_t whole = k / LANES * LANES;
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const Floats x = widen(gate + i);
+    const Halves silu = narrow(x / (1.f + exp(-x)));
+    const Halves product = narrow(widen(silu) * widen(up + i));
+    std::memcpy(y + i, &product, sizeof(product));
+  }
+  for (int64_t i = whole; i < k; i++) {
+    const float x = float(gate[i]);
+    y[i] = BFloat16(float(BFloat16(x / (1 + std::exp(-x)))) * float(up[i]));
+  }
 }
 
 // A head turned by RoPE, rounded where bf16 modules round.
@@ -49,8 +90,10 @@ inline float dot(const float* a, const float* b, int64_t size) {
 
 inline void softmax(float* x, int64_t size) {
   const float peak = *std::max_element(x, x + size);
+  exp_less(x, size, peak);
   float total = 0;
-  for (int64_t i = 0; i < size; i++) total += x[i] = std::exp(x[i] - peak);
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < size; i++) total += x[i];
   for (int64_t i = 0; i < size; i++) x[i] /= total;
 }
 

@@ -33,20 +33,30 @@ float quantize(const T* x, int64_t k, uint8_t* q) {
   return scale;
 }
 
-// `sums_N`: 128 times the sum of each row of the weight, which the 128 adds to its products.
+// sums: 128 times the sum of each row of the weight, which the 128 adds to its products.
+struct Int8 {
+  const int8_t* values;
+  const int32_t* sums;
+  const float* scales;
+  int64_t rows;
+};
+
 template <typename T, typename Out>
-void w8a8(const T* x_MK, const int8_t* w_NK, const int32_t* sums_N, const float* scales_N,
-          Out* y_MN, int64_t m, int64_t n, int64_t k) {
+void w8a8(const T* x_MK, const std::vector<Int8>& weights, Out* y_MN, int64_t m, int64_t n,
+          int64_t k) {
   std::vector<uint8_t> q_MK(m * k);
   std::vector<float> scales_M(m);
   for (int64_t i = 0; i < m; i++) scales_M[i] = quantize(x_MK + i * k, k, &q_MK[i * k]);
-  for_rows(n, k, [&](int64_t row) {
-    const int8_t* w = w_NK + row * k;
-    for (int64_t i = 0; i < m; i++) {
-      const uint8_t* q = &q_MK[i * k];
-      int32_t acc = 0;
-      for (int64_t j = 0; j < k; j++) acc += int32_t(q[j]) * int32_t(w[j]);
-      y_MN[i * n + row] = Out(float(acc - sums_N[row]) * scales_N[row] * scales_M[i]);
+  for_runs(weights, k, [&](const Int8& weight, int64_t begin, int64_t end, int64_t out) {
+    for (int64_t row = begin; row < end; row++) {
+      const int8_t* w = weight.values + row * k;
+      for (int64_t i = 0; i < m; i++) {
+        const uint8_t* q = &q_MK[i * k];
+        int32_t acc = 0;
+        for (int64_t j = 0; j < k; j++) acc += int32_t(q[j]) * int32_t(w[j]);
+        const float product = float(acc - weight.sums[row]) * weight.scales[row];
+        y_MN[i * n + out + row] = Out(product * scales_M[i]);
+      }
     }
   });
 }

@@ -7,13 +7,15 @@ zeros (0 / 0 becomes some integer, which its scale of 0 wipes out), and the last
 casts to the output's dtype by writing into it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from compress.kernels.native import build
+from compress.kernels.native.bias import side_by_side
 from compress.kernels.w8a8 import reference
 
 # Tokens up to which cpu.h is faster: measured on one core of an AMD EPYC with AVX512-VNNI, with
@@ -38,16 +40,37 @@ def prepare(
     # weight, and of such temporaries the heap kept up to three times the model.
     ones_K1 = torch.ones((weight.shape[1], 1), dtype=torch.int8)
     sums_N = torch._int_mm(weight, ones_K1).view(-1).mul_(128)
-    bias_N = None if bias is None else bias.float()
+    return Int8(weight, sums_N, scale_N, None if bias is None else bias.float(), many)
 
-    def run(x: Tensor) -> Tensor:
+
+@dataclass(frozen=True)
+class Int8:
+    """[..., K] to [..., N] by cpu.h, or for many tokens by `many`. weight int8 [N, K]; scales and
+    bias [N] in float32; sums [N]: 128 times those of the rows.
+    """
+
+    weight: Tensor
+    sums: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    many: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
         if len(x_MK) > FEW_TOKENS or x.dtype not in (torch.bfloat16, torch.float32):
-            return many(x)
-        y_MN = torch.ops.compress_cpu.w8a8(x_MK.contiguous(), weight, sums_N, scale_N, bias_N)
+            return self.many(x)
+        y_MN = torch.ops.compress_cpu.w8a8(
+            x_MK.contiguous(), [self.weight], [self.sums], [self.scales], self.bias
+        )
         return y_MN.view(*x.shape[:-1], y_MN.shape[1])
 
-    return run
+    @staticmethod
+    def joined(parts: "Sequence[Int8]") -> Callable[[Tensor], Tensor]:
+        """One token [1, K] to the outputs of `parts` side by side, quantized once."""
+        weights, sums = [part.weight for part in parts], [part.sums for part in parts]
+        scales = [part.scales for part in parts]
+        bias = side_by_side(parts)
+        return lambda x: torch.ops.compress_cpu.w8a8(x, weights, sums, scales, bias)
 
 
 def quantize_per_token(x_MK: Tensor) -> tuple[Tensor, Tensor]:

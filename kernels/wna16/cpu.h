@@ -18,6 +18,13 @@ struct Grid {
   int64_t row_bytes() const { return groups * group * bits / 8; }
 };
 
+// A weight of such rows: the checkpoint's words, and G scales a row.
+struct Packed {
+  const uint8_t* bytes;
+  const float* scales;
+  int64_t rows;
+};
+
 inline Floats integers(Ints stored, int32_t offset) {
   return __builtin_convertvector(stored - offset, Floats);
 }
@@ -69,15 +76,16 @@ void wna16_row(const float* x, const uint8_t* w, const float* scales, BFloat16* 
 }
 
 // `x_MK` is used up.
-inline void wna16(float* x_MK, const uint8_t* w, const float* scales_NG, BFloat16* y_MN, int64_t m,
+inline void wna16(float* x_MK, const std::vector<Packed>& weights, BFloat16* y_MN, int64_t m,
                   int64_t n, const Grid& grid) {
   const int64_t k = grid.groups * grid.group;
   if (grid.bits == 4) planar(x_MK, m * k);
-  for_rows(n, grid.row_bytes(), [&](int64_t row) {
-    for_tiles(m, [&]<int64_t TOKENS>(Tokens<TOKENS>, int64_t first) {
-      wna16_row<TOKENS>(x_MK + first * k, w + row * grid.row_bytes(), scales_NG + row * grid.groups,
-                        y_MN + first * n + row, n, grid);
-    });
+  for_runs(weights, grid.row_bytes(), [&](const Packed& w, int64_t begin, int64_t end, int64_t out) {
+    for (int64_t row = begin; row < end; row++)
+      for_tiles(m, [&]<int64_t TOKENS>(Tokens<TOKENS>, int64_t first) {
+        wna16_row<TOKENS>(x_MK + first * k, w.bytes + row * grid.row_bytes(),
+                          w.scales + row * grid.groups, y_MN + first * n + out + row, n, grid);
+      });
   });
 }
 

@@ -6,13 +6,15 @@ wins. cpu.h does both from the checkpoint's words. Without a compiler ATen's wei
 INT4's from a second copy of the integers, in the op's own order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.native import build
+from compress.kernels.native.bias import side_by_side
 from compress.qtensor import QuantSpec, dequantize, unpack_int32
 
 # Tokens up to which the product of integers beats dequantizing: crossings measured on one core of
@@ -40,7 +42,7 @@ def prepare(
     """Bind the weight `packed` int32 [N, words], repacked for the op that its shape allows."""
     if dtype == torch.bfloat16:
         if native_takes(in_features, spec) and build.available():
-            return _by_tokens(*_native(packed, weight_scale, spec.bits), bias)
+            return Packed(packed, weight_scale.float(), spec.bits, bias)
         # The int8 op reads K in sixteens: from any other K wrong sums, or memory not its own.
         if spec.bits == 8 and spec.group_size is None and in_features % 16 == 0:
             return _by_tokens(*_aten_int8(packed, weight_scale, in_features), bias)
@@ -76,16 +78,42 @@ def native_takes(k: int, spec: QuantSpec) -> bool:
     return k % width == 0 and width * spec.bits % 128 == 0
 
 
-def _native(packed: Tensor, weight_scale: Tensor, bits: int) -> tuple[Product, int, Product]:
-    ops, scales = torch.ops.compress_cpu, weight_scale.float()
+@dataclass(frozen=True)
+class Packed:
+    """[..., K] to [..., N] in bf16 by cpu.h. weight: the checkpoint's words, int32 [N, words];
+    scales [N, G] in float32; bias [N] or None.
+    """
 
-    def few(x_MK: Tensor) -> Tensor:
-        return ops.wna16(x_MK.contiguous(), packed, scales, bits)
+    weight: Tensor
+    scales: Tensor
+    bits: int
+    bias: Tensor | None
 
-    def many(x_MK: Tensor) -> Tensor:
-        return F.linear(x_MK, ops.dequantize(packed, scales, bits))
+    def __call__(self, x: Tensor) -> Tensor:
+        ops, x_MK = torch.ops.compress_cpu, x.reshape(-1, x.shape[-1])
+        if len(x_MK) <= FEW_TOKENS:
+            y_MN = ops.wna16(x_MK.contiguous(), [self.weight], [self.scales], self.bits)
+        else:
+            y_MN = F.linear(x_MK, ops.dequantize(self.weight, self.scales, self.bits))
+        if self.bias is not None:
+            y_MN += self.bias
+        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
 
-    return few, FEW_TOKENS, many
+    @staticmethod
+    def joined(parts: "Sequence[Packed]") -> Callable[[Tensor], Tensor] | None:
+        """One token [1, K] to the outputs of `parts` side by side, by one product; None where their
+        bits or groups differ.
+        """
+        weights, scales = [part.weight for part in parts], [part.scales for part in parts]
+        bits, bias = parts[0].bits, side_by_side(parts)
+        if len({(part.bits, part.scales.shape[1]) for part in parts}) > 1:
+            return None
+
+        def run(x: Tensor) -> Tensor:
+            y_MN = torch.ops.compress_cpu.wna16(x, weights, scales, bits)
+            return y_MN if bias is None else y_MN.add_(bias)
+
+        return run
 
 
 def int4_op_group(n: int, k: int, spec: QuantSpec) -> int | None:

@@ -97,21 +97,22 @@ void pairs_row(const Paired& x, int64_t first, const uint8_t* w, const float* sc
   for (int64_t i = 0; i < TOKENS; i++) y[i * n] = BFloat16(sum((Floats)total[i]));
 }
 
-inline void pairs(const BFloat16* x_MK, const uint8_t* w, const float* scales_NG, BFloat16* y_MN,
-                  int64_t m, int64_t n, const Grid& grid) {
+inline void pairs(const BFloat16* x_MK, const std::vector<Packed>& weights, BFloat16* y_MN, int64_t m,
+                  int64_t n, const Grid& grid) {
   const Paired x(x_MK, m, grid);
-  for_rows(n, grid.row_bytes(), [&](int64_t row) {
-    for_tiles(m, [&]<int64_t TOKENS>(Tokens<TOKENS>, int64_t first) {
-      pairs_row<TOKENS>(x, first, w + row * grid.row_bytes(), scales_NG + row * grid.groups,
-                        y_MN + first * n + row, n);
-    });
+  for_runs(weights, grid.row_bytes(), [&](const Packed& w, int64_t begin, int64_t end, int64_t out) {
+    for (int64_t row = begin; row < end; row++)
+      for_tiles(m, [&]<int64_t TOKENS>(Tokens<TOKENS>, int64_t first) {
+        pairs_row<TOKENS>(x, first, w.bytes + row * grid.row_bytes(), w.scales + row * grid.groups,
+                          y_MN + first * n + out + row, n);
+      });
   });
 }
 
 #else
 
 inline bool pairs_take(const Grid&) { return false; }
-inline void pairs(const BFloat16*, const uint8_t*, const float*, BFloat16*, int64_t, int64_t,
+inline void pairs(const BFloat16*, const std::vector<Packed>&, BFloat16*, int64_t, int64_t,
                   const Grid&) {}
 
 #endif

@@ -1,5 +1,7 @@
 """The CPU kernels against the reference: fresh random inputs, odd shapes, every format."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -120,7 +122,7 @@ def test_dense(n: int, k: int) -> None:
     for bias in (torch.randn(n, dtype=torch.bfloat16), None):
         for tokens in (0, 1, 2, 3):
             x = torch.randn(2, tokens, k, dtype=torch.bfloat16)[:1]
-            y = dense.linear(x, weight, bias)
+            y = dense.Dense(weight, bias)(x)
             assert y.dtype == x.dtype
             assert y.shape == (1, tokens, n)
             product = x.double() @ weight.double().t()
@@ -141,6 +143,32 @@ def test_a_token_has_the_same_bits_in_any_batch_of_few(spec: QuantSpec) -> None:
     assert all(torch.equal(linear(x[i : i + 1])[0], together[i]) for i in range(len(x)))
 
 
+@pytest.mark.parametrize(
+    "spec", [None, QuantSpec(8, activation_bits=8), QuantSpec(8), QuantSpec(4, 64)], ids=str
+)
+def test_linears_of_one_input_have_their_bits_as_one_product(spec: QuantSpec | None) -> None:
+    if not build.available():
+        pytest.skip("no C++ compiler here")
+    parts: list[Any] = []
+    for n in (700, 1, 130):
+        bias = None if n == 1 else torch.randn(n, dtype=torch.bfloat16)
+        if spec is None:
+            parts.append(dense.Dense(torch.randn(n, 576, dtype=torch.bfloat16), bias))
+        else:
+            weight = random_weight(n, 576, spec, "cpu", torch.bfloat16)
+            parts.append(bind(weight, "cpu", torch.bfloat16, bias))
+    x = torch.randn(1, 576, dtype=torch.bfloat16)
+    assert torch.equal(type(parts[0]).joined(parts)(x), torch.cat([part(x) for part in parts], -1))
+
+
+def test_weights_of_other_groups_are_not_joined() -> None:
+    if not build.available():
+        pytest.skip("no C++ compiler here")
+    weights = [random_weight(64, 576, QuantSpec(4, g), "cpu", torch.bfloat16) for g in (64, 32)]
+    parts: list[Any] = [bind(weight, "cpu", torch.bfloat16) for weight in weights]
+    assert type(parts[0]).joined(parts) is None
+
+
 def test_the_number_of_threads_does_not_change_a_bit() -> None:
     weight = torch.randn(3000, 576, dtype=torch.bfloat16)
     if not dense.takes(weight):
@@ -150,7 +178,7 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(dense.linear(x, weight, None))
+            found.append(dense.Dense(weight, None)(x))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)

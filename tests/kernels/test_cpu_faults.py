@@ -12,7 +12,12 @@ from compress.kernels.native import build
 
 HERE = Path(__file__).parent
 FAULTS = (
-    ("w8a8/cpu.h", "acc - sums_N[row]", "acc - sums_N[row] + 1", r"test_w8a8_has_the_bits\S*own"),
+    (
+        "w8a8/cpu.h",
+        "acc - weight.sums[row]",
+        "acc - weight.sums[row] + 1",
+        r"test_w8a8_has_the_bits\S*own",
+    ),
     ("dense/cpu.h", "j = whole; j < k;", "j = whole; j < k - 1;", "test_dense"),
     ("wna16/cpu.h", "integers(stored, 128)", "integers(stored, 127)", r"test_wna16\[own.*bits=8"),
     ("wna16/cpu.h", "(*stored & 15) - 8", "(*stored & 15) - 7", "test_the_dequantized_weight"),
@@ -20,6 +25,8 @@ FAULTS = (
     ("wna16/cpu.h", "integers(stored >> 4, 8)", "integers(stored >> 4, 7)", "test_int4_where"),
     ("wna16/pairs.h", "-136 * total", "-135 * total", "test_int4_where"),
     ("token/cpu.h", "squares / k + eps", "squares / (k + 1) + eps", "test_rmsnorm"),
+    ("native/rows.h", "first += weight.rows", "first += weight.rows - 1", "test_linears_of_one"),
+    ("token/cpu.h", "1.f + exp(-x)", "1.001f + exp(-x)", "test_swiglu"),
     ("token/cpu.h", "i < half ? -float", "i < half ? float", "test_attention"),
 )
 """File, what stands there, the fault in its place, and the test that must fail."""
@@ -32,7 +39,10 @@ build.HERE = Path(sys.argv[1])
 assert build.available()
 sys.exit(pytest.main(sys.argv[2:]))
 """
-CHOSEN = "bits_of or dense or wna16 or dequantized_weight or int4_where or rmsnorm or attention"
+CHOSEN = (
+    "bits_of or dense or wna16 or dequantized_weight or int4_where or one_input or rmsnorm or "
+    "swiglu or attention"
+)
 
 
 @pytest.mark.slow

@@ -22,21 +22,29 @@ def ops() -> Any:
     return torch.ops.compress_cpu
 
 
+def test_a_compiler_that_is_there_builds_them() -> None:
+    """What skips without one would also skip where it does not compile."""
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler here")
+    assert build.available()
+
+
 def test_the_operators_are_sound_for_compilers(ops: Any) -> None:
     x, weight = torch.randn(3, 64).bfloat16(), torch.randn(8, 64).bfloat16()
     scales, sums = torch.ones(8), torch.zeros(8, dtype=torch.int32)
     grid = (torch.zeros(8, 8, dtype=torch.int32), torch.ones(8, 2), 4)
-    q, k, v = (torch.randn(1, heads * 16).bfloat16() for heads in (4, 2, 2))
+    ints, qkv = weight.to(torch.int8), torch.randn(1, 8 * 16).bfloat16()
     turns = torch.ones(2, 16).bfloat16()
     kept = torch.randn(2, 2, 5, 16).bfloat16()
     for operator, arguments in (
-        (ops.dense, (x, weight)),
-        (ops.w8a8, (x, weight.to(torch.int8), sums, scales, None)),
-        (ops.w8a8, (x.float(), weight.to(torch.int8), sums, scales, scales)),
-        (ops.wna16, (x, *grid)),
+        (ops.dense, (x, [weight, weight])),
+        (ops.w8a8, (x, [ints] * 2, [sums] * 2, [scales] * 2, None)),
+        (ops.w8a8, (x.float(), [ints], [sums], [scales], scales)),
+        (ops.wna16, (x, [grid[0]] * 2, [grid[1]] * 2, grid[2])),
         (ops.dequantize, grid),
         (ops.rmsnorm, (x, x[0].clone(), 1e-5)),
-        (ops.attend, (q, k, v, *turns, *kept, 3, 0.25)),
+        (ops.swiglu, (x,)),
+        (ops.attend, (qkv, *turns, *kept, 3, 0.25)),
     ):
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(operator.default, arguments, test_utils=tests)
@@ -45,22 +53,27 @@ def test_the_operators_are_sound_for_compilers(ops: Any) -> None:
 def test_no_input_channels_give_zeros(ops: Any) -> None:
     x, scales, sums = torch.ones(1, 0).bfloat16(), torch.ones(4), torch.zeros(4, dtype=torch.int32)
     ints = torch.ones(4, 0, dtype=torch.int8)
-    assert not ops.dense(x, ints.bfloat16()).any()
-    assert not ops.w8a8(x, ints, sums, scales, None).any()
+    assert not ops.dense(x, [ints.bfloat16()]).any()
+    assert not ops.w8a8(x, [ints], [sums], [scales], None).any()
 
 
 def test_operands_that_do_not_fit_are_refused(ops: Any) -> None:
     x, weight = torch.randn(1, 64).bfloat16(), torch.randn(64, 64).bfloat16()
     words, scales, sums = torch.zeros(64, 8, dtype=torch.int32), torch.ones(64, 1), torch.zeros(64)
     for refused in (
-        lambda: ops.dense(x, weight.t()),
-        lambda: ops.dense(x[:, :32], weight),
-        lambda: ops.w8a8(x, weight.to(torch.int8), sums.int(), scales, None),
-        lambda: ops.wna16(x[:, :32], words, scales, 4),
+        lambda: ops.dense(x, [weight, weight.t()]),
+        lambda: ops.dense(x[:, :32], [weight]),
+        lambda: ops.w8a8(x, [weight.to(torch.int8)], [sums.int()], [scales], None),
+        lambda: ops.wna16(x[:, :32], [words], [scales], 4),
+        lambda: ops.wna16(x, [words, words[:, :4]], [scales[:, 0:1]] * 2, 4),
         lambda: ops.dequantize(words, scales[:3], 4),
     ):
         with pytest.raises(RuntimeError, match="wanted contiguous"):
             refused()
+    with pytest.raises(RuntimeError, match="2 weights, 1 scales; wanted as many of each"):
+        ops.wna16(x, [words, words], [scales], 4)
+    with pytest.raises(RuntimeError, match="no weight; wanted one or more"):
+        ops.dense(x, [])
     for cut, groups in ((words, 4), (words[:, :0].contiguous(), 1)):
         with pytest.raises(RuntimeError, match=rf" words in {groups} groups; wanted whole vectors"):
             ops.dequantize(cut, torch.ones(64, groups), 4)
