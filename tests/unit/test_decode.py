@@ -100,6 +100,30 @@ def test_a_token_without_modules_has_the_logits_of_the_modules(family: str) -> N
     assert len(written(decoder)) == 24
 
 
+@pytest.mark.parametrize(
+    "spec", [QuantSpec(8, activation_bits=8), QuantSpec(8), QuantSpec(4, 32)], ids=str
+)
+def test_a_token_without_modules_reads_quantized_weights(
+    spec: QuantSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V is quantized and Q and K are not: these three are not one product, gate and up are."""
+    if not token.available():
+        pytest.skip("no C++ compiler here")
+    monkeypatch.setattr("tests.unit.test_runtime.KEPT", ("q_proj", "k_proj"))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
+    model.save_pretrained(tmp_path / "dense")
+    quantized(tmp_path / "dense", tmp_path / "quantized", spec)
+    model = load(tmp_path / "quantized")
+    decoder, cache = Decoder(model), cache_for(model, "16")
+    assert decoder.step == "without modules"
+    ids = torch.cat([PROMPT, torch.tensor([[5]])], 1)
+    with torch.inference_mode():
+        model(PROMPT, cache=cache, use_cache=True)
+        found = TokenStep(model).logits(ids[:, -1:], Room.of(cache, 20))
+        assert relative_error(found, model(ids).logits[:, -1]) < 0.03
+
+
 def test_what_has_no_step_without_modules() -> None:
     def why(config: PretrainedConfig, kind: str = "16", dtype: torch.dtype = torch.bfloat16) -> str:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
