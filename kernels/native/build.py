@@ -100,6 +100,12 @@ def binary_of(program: list[str]) -> Path:
     return cache_folder() / "native" / f"{key}.so"
 
 
+def has(instructions: str) -> bool:
+    """Whether Linux lists these `instructions`, such as amx_int8, of this CPU."""
+    return instructions in _cpu().split()
+
+
+@functools.cache
 def _cpu() -> str:
     """What -march=native goes by: the instructions that Linux lists."""
     try:
@@ -135,6 +141,14 @@ def _register_fakes() -> None:
 
     for name in ("dense", "w8a8", "wna16"):
         torch.library.register_fake(f"compress_cpu::{name}", product)
+
+    @torch.library.register_fake("compress_cpu::quantize")
+    def _(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x), dtype=torch.float32)
+
+    @torch.library.register_fake("compress_cpu::rescale")
+    def _(sums: Tensor, scales: Tensor, token_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(sums, dtype=dtype)
 
     @torch.library.register_fake("compress_cpu::dequantize")
     def _(words: Tensor, scales: Tensor, bits: int) -> Tensor:

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <tuple>
 #include <vector>
 
 #include "../dense/cpu.h"
@@ -26,7 +27,7 @@ void expect(const char* name, const Tensor& operand, at::IntArrayRef sizes) {
               " with strides ", operand.strides(), "; wanted contiguous ", sizes);
 }
 
-std::vector<float> floats(const Tensor& x) {
+std::vector<float> as_floats(const Tensor& x) {
   const BFloat16* from = x.const_data_ptr<BFloat16>();
   return std::vector<float>(from, from + x.numel());
 }
@@ -61,7 +62,7 @@ Tensor dense(const Tensor& x, at::TensorList weights) {
     each.push_back({weight.const_data_ptr<BFloat16>(), weight.size(0)});
   }
   Tensor y = at::empty({m, n}, x.options());
-  compress::dense(floats(x).data(), each, y.data_ptr<BFloat16>(), m, n, k);
+  compress::dense(as_floats(x).data(), each, y.data_ptr<BFloat16>(), m, n, k);
   return y;
 }
 
@@ -97,6 +98,49 @@ Tensor w8a8(const Tensor& x, at::TensorList weights, at::TensorList sums, at::Te
   return w8a8_as<BFloat16, BFloat16>(x, weights, sums, scales);
 }
 
+template <typename T>
+void quantize_rows(const Tensor& x, Tensor& ints, Tensor& scales) {
+  const int64_t k = x.size(1);
+  const T* from = x.const_data_ptr<T>();
+  int8_t* to = ints.data_ptr<int8_t>();
+  float* scale = scales.data_ptr<float>();
+  compress::for_rows(x.size(0), x.element_size() * k, [&](int64_t i) {
+    scale[i] = compress::quantize(from + i * k, k, to + i * k);
+  });
+}
+
+std::tuple<Tensor, Tensor> quantize(const Tensor& x) {
+  const int64_t m = x.size(0);
+  expect("x", x, {m, x.size(1)});
+  Tensor ints = at::empty(x.sizes(), x.options().dtype(at::kChar));
+  Tensor scales = at::empty({m}, x.options().dtype(at::kFloat));
+  if (x.scalar_type() == at::kFloat)
+    quantize_rows<float>(x, ints, scales);
+  else
+    quantize_rows<BFloat16>(x, ints, scales);
+  return {ints, scales};
+}
+
+Tensor rescale(const Tensor& sums, const Tensor& scales, const Tensor& token_scales,
+               at::ScalarType dtype) {
+  const int64_t m = sums.size(0), n = sums.size(1);
+  expect("sums", sums, {m, n});
+  expect("scales", scales, {n});
+  expect("token_scales", token_scales, {m});
+  Tensor y = at::empty(sums.sizes(), sums.options().dtype(dtype));
+  const auto fill = [&](auto* to) {
+    compress::for_rows(m, sizeof(int32_t) * n, [&](int64_t i) {
+      compress::rescale(sums.const_data_ptr<int32_t>() + i * n, scales.const_data_ptr<float>(),
+                        token_scales.const_data_ptr<float>()[i], to + i * n, n);
+    });
+  };
+  if (dtype == at::kFloat)
+    fill(y.data_ptr<float>());
+  else
+    fill(y.data_ptr<BFloat16>());
+  return y;
+}
+
 Tensor wna16(const Tensor& x, at::TensorList words, at::TensorList scales, int64_t bits) {
   const int64_t m = x.size(0), n = rows_of(words);
   TORCH_CHECK(scales.size() == words.size(), words.size(), " weights, ", scales.size(),
@@ -114,7 +158,7 @@ Tensor wna16(const Tensor& x, at::TensorList words, at::TensorList scales, int64
   if (compress::pairs_take(grid))
     compress::pairs(x.const_data_ptr<BFloat16>(), each, y.data_ptr<BFloat16>(), m, n, grid);
   else
-    compress::wna16(floats(x).data(), each, y.data_ptr<BFloat16>(), m, n, grid);
+    compress::wna16(as_floats(x).data(), each, y.data_ptr<BFloat16>(), m, n, grid);
   return y;
 }
 
@@ -175,6 +219,9 @@ TORCH_LIBRARY(compress_cpu, library) {
   library.def("dense(Tensor x, Tensor[] weights) -> Tensor");
   library.def(
       "w8a8(Tensor x, Tensor[] weights, Tensor[] sums, Tensor[] scales, Tensor? bias) -> Tensor");
+  library.def("quantize(Tensor x) -> (Tensor, Tensor)");
+  library.def(
+      "rescale(Tensor sums, Tensor scales, Tensor token_scales, ScalarType dtype) -> Tensor");
   library.def("wna16(Tensor x, Tensor[] words, Tensor[] scales, int bits) -> Tensor");
   library.def("dequantize(Tensor words, Tensor scales, int bits) -> Tensor");
   library.def("rmsnorm(Tensor x, Tensor weight, float eps) -> Tensor");
@@ -187,6 +234,8 @@ TORCH_LIBRARY(compress_cpu, library) {
 TORCH_LIBRARY_IMPL(compress_cpu, CPU, library) {
   library.impl("dense", dense);
   library.impl("w8a8", w8a8);
+  library.impl("quantize", quantize);
+  library.impl("rescale", rescale);
   library.impl("wna16", wna16);
   library.impl("dequantize", dequantize);
   library.impl("rmsnorm", rmsnorm);

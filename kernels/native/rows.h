@@ -51,6 +51,16 @@ inline Halves narrow(Floats values) {
   return __builtin_convertvector((values == values ? rounded : bits | 0x400000) >> 16, Halves);
 }
 
+inline Floats floats(const BFloat16* from) { return widen(from); }
+inline Floats floats(const float* from) { return load<Floats>(from); }
+
+template <typename Vector, typename Value>
+void store(Vector vector, Value* to) {
+  static_assert(sizeof(Vector) == LANES * sizeof(Value));
+  std::memcpy(to, &vector, sizeof(Vector));
+}
+inline void store(Floats values, BFloat16* to) { store(narrow(values), to); }
+
 // By halves, because one lane after the other waits for each addition.
 inline float sum(Floats values) {
   typedef float Half __attribute__((vector_size(2 * LANES)));

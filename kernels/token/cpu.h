@@ -40,8 +40,7 @@ inline Floats exp(Floats x) {
 inline void exp_less(float* x, int64_t size, float peak) {
   const int64_t whole = size / LANES * LANES;
   for (int64_t i = 0; i < whole; i += LANES) {
-    const Floats y = exp(load<Floats>(x + i) - peak);
-    std::memcpy(x + i, &y, sizeof(y));
+    store(exp(load<Floats>(x + i) - peak), x + i);
   }
   for (int64_t i = whole; i < size; i++) x[i] = std::exp(x[i] - peak);
 }
@@ -52,8 +51,7 @@ inline void swiglu(const BFloat16* gate, const BFloat16* up, BFloat16* y, int64_
   for (int64_t i = 0; i < whole; i += LANES) {
     const Floats x = widen(gate + i);
     const Halves silu = narrow(x / (1.f + exp(-x)));
-    const Halves product = narrow(widen(silu) * widen(up + i));
-    std::memcpy(y + i, &product, sizeof(product));
+    store(widen(silu) * widen(up + i), y + i);
   }
   for (int64_t i = whole; i < k; i++) {
     const float x = float(gate[i]);

@@ -5,32 +5,60 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "../native/rows.h"
 
 namespace compress {
 
-// The integers of a token, each plus 128: products of unsigned with signed bytes have an instruction
-// of their own on x86. Returns the token's scale, absmax / 127: 0 for zeros and what is next to
-// them, and NaN where a value is not finite, so that this row of the result shows it.
-template <typename T>
-float quantize(const T* x, int64_t k, uint8_t* q) {
-  float peak = 0, poison = 0;
-#pragma omp simd reduction(max : peak) reduction(+ : poison)
-  for (int64_t i = 0; i < k; i++) {
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+// The integers of a token as int8, or as uint8 with 128 added: products of unsigned with signed bytes
+// have an instruction of their own on x86. Returns the token's scale, absmax / 127: 0 for zeros and
+// what is next to them, and NaN where a value is not finite, so that this row of the result shows it.
+template <typename T, typename Q>
+float quantize(const T* x, int64_t k, Q* q) {
+  constexpr int OFFSET = std::is_unsigned_v<Q> ? 128 : 0;
+  constexpr float ROUND = 12582912;  // 3 * 2^22: what is added to it is rounded, to even
+  const int64_t whole = k / LANES * LANES;
+  Floats peaks = {}, poisons = {};
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const Floats values = floats(x + i), size = values < 0.f ? -values : values;
+    peaks = size > peaks ? size : peaks;
+    poisons += values * 0.f;
+  }
+  float peak = 0, poison = sum(poisons);
+  for (int64_t i = 0; i < LANES; i++) peak = std::max(peak, peaks[i]);
+  for (int64_t i = whole; i < k; i++) {
     peak = std::max(peak, std::fabs(float(x[i])));
     poison += float(x[i]) * 0;
   }
   const bool finite = poison == 0;
   const float scale = peak / 127;
   if (!finite || scale == 0) {
-    std::memset(q, 128, k);
+    std::memset(q, OFFSET, k);
     return finite ? 0 : std::numeric_limits<float>::quiet_NaN();
   }
-#pragma omp simd
-  for (int64_t i = 0; i < k; i++) q[i] = uint8_t(int(std::nearbyint(float(x[i]) / scale)) + 128);
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const Floats steps = floats(x + i) / scale + ROUND - ROUND;
+    const Bytes bytes = __builtin_convertvector(__builtin_convertvector(steps, Ints) + OFFSET, Bytes);
+    std::memcpy(q + i, &bytes, sizeof(bytes));
+  }
+  for (int64_t i = whole; i < k; i++)
+    q[i] = Q(int(std::nearbyint(float(x[i]) / scale)) + OFFSET);
   return scale;
+}
+
+// `sums` of integers [N] to outputs: times the scales of weight and token.
+template <typename Out>
+void rescale(const int32_t* sums, const float* scales, float scale, Out* y, int64_t n) {
+  const int64_t whole = n / LANES * LANES;
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const Floats values = __builtin_convertvector(load<Ints>(sums + i), Floats);
+    store(values * load<Floats>(scales + i) * scale, y + i);
+  }
+  for (int64_t i = whole; i < n; i++) y[i] = Out(float(sums[i]) * scales[i] * scale);
 }
 
 // sums: 128 times the sum of each row of the weight, which the 128 adds to its products.

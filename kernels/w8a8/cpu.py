@@ -18,9 +18,10 @@ from compress.kernels.native import build
 from compress.kernels.native.bias import side_by_side
 from compress.kernels.w8a8 import reference
 
-# Tokens up to which cpu.h is faster: measured on one core of an AMD EPYC with AVX512-VNNI, with
-# weights that no cache holds (docs/kernels.md).
-FEW_TOKENS = 16
+# Tokens up to which cpu.h is faster than oneDNN, which multiplies by AMX or by VNNI: measured on
+# one core of a Xeon and of an EPYC, with weights that no cache holds (docs/kernels.md). The bits
+# are the same.
+FEW_TOKENS = 4 if build.has("amx_int8") else 16
 # One dimension, so that bf16 divided by it promotes to float32, which a Python number would not.
 _STEPS = torch.tensor([127.0])
 
@@ -32,37 +33,50 @@ def prepare(
     if weight.shape[1] == 1:
         # `_int_mm` of torch 2.13 takes one input channel and gives garbage.
         return lambda x: reference.linear(x, weight, weight_scale, bias, x.dtype)
-    scale_N = weight_scale.float().reshape(-1)
-    many = partial(linear, weight_KN=weight.t(), scale_N=scale_N, bias=bias)
+    scales_N = weight_scale.float().reshape(-1)
+    by_torch = partial(linear, weight_KN=weight.t(), scale_N=scales_N, bias=bias)
     if not build.available():
-        return many
+        return by_torch
     # Activations come to the product with 128 added: unsigned. `sum` would first make int32 of the
     # weight, and of such temporaries the heap kept up to three times the model.
     ones_K1 = torch.ones((weight.shape[1], 1), dtype=torch.int8)
     sums_N = torch._int_mm(weight, ones_K1).view(-1).mul_(128)
-    return Int8(weight, sums_N, scale_N, None if bias is None else bias.float(), many)
+    return Int8(weight, sums_N, scales_N, None if bias is None else bias.float(), by_torch)
 
 
 @dataclass(frozen=True)
 class Int8:
-    """[..., K] to [..., N] by cpu.h, or for many tokens by `many`. weight int8 [N, K]; scales and
-    bias [N] in float32; sums [N]: 128 times those of the rows.
+    """[..., K] to [..., N] by cpu.h, or for many tokens by `_int_mm` between two passes of it.
+
+    weight int8 [N, K]; scales and bias [N] in float32; sums [N]: 128 times those of the rows.
+    by_torch: the same without cpu.h, for inputs that are neither bf16 nor float32.
     """
 
     weight: Tensor
     sums: Tensor
     scales: Tensor
     bias: Tensor | None
-    many: Callable[[Tensor], Tensor]
+    by_torch: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        x_MK = x.reshape(-1, x.shape[-1])
-        if len(x_MK) > FEW_TOKENS or x.dtype not in (torch.bfloat16, torch.float32):
-            return self.many(x)
-        y_MN = torch.ops.compress_cpu.w8a8(
-            x_MK.contiguous(), [self.weight], [self.sums], [self.scales], self.bias
-        )
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            return self.by_torch(x)
+        x_MK = x.reshape(-1, x.shape[-1]).contiguous()
+        y_MN = self.few(x_MK) if len(x_MK) <= FEW_TOKENS else self.many(x_MK)
         return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+
+    def few(self, x_MK: Tensor) -> Tensor:
+        """As one operator."""
+        op = torch.ops.compress_cpu.w8a8
+        return op(x_MK, [self.weight], [self.sums], [self.scales], self.bias)
+
+    def many(self, x_MK: Tensor) -> Tensor:
+        """As three, with oneDNN's product in the middle."""
+        ops, exact = torch.ops.compress_cpu, x_MK.dtype if self.bias is None else torch.float32
+        q_MK, scales_M = ops.quantize(x_MK)
+        sums_MN = torch._int_mm(q_MK, self.weight.t())
+        y_MN = ops.rescale(sums_MN, self.scales, scales_M, exact)
+        return y_MN if self.bias is None else y_MN.add_(self.bias).to(x_MK.dtype)
 
     @staticmethod
     def joined(parts: "Sequence[Int8]") -> Callable[[Tensor], Tensor]:

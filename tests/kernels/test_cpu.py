@@ -56,7 +56,7 @@ def test_activations_are_quantized_as_in_the_reference() -> None:
     assert torch.equal(scale, wanted_scale)
 
 
-@pytest.mark.parametrize("m", [1, 2, 5, 16])
+@pytest.mark.parametrize("m", [1, 2, 5, 16, 40])
 @pytest.mark.parametrize("k", [31, 576, 1536])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-45, 1e-30, 1.0, 1e30])
@@ -70,17 +70,31 @@ def test_w8a8_has_the_bits_of_the_reference(
         assert torch.equal(w8a8.prepare(weight.ints, weight.scales, bias, "cpu")(x), wanted)
 
 
+@pytest.mark.parametrize("k", [31, 1536])
+def test_many_tokens_have_the_bits_of_few(k: int) -> None:
+    """Also where one more token takes the other path."""
+    weight = random_weight(100, k, QuantSpec(8, activation_bits=8), "cpu", torch.bfloat16)
+    for bias in (torch.randn(100).bfloat16(), None):
+        linear = bind(weight, "cpu", torch.bfloat16, bias)
+        if not isinstance(linear, w8a8_cpu.Int8):
+            pytest.skip("no C++ compiler here")
+        for size in (1e-30, 1.0, 1e30):
+            x = (size * torch.randn(17, k)).bfloat16()
+            assert torch.equal(linear.many(x), linear.few(x))
+
+
 @pytest.mark.usefixtures("products")
 def test_a_row_of_zeros_gives_the_bias_and_nan_stays_in_its_row() -> None:
     weight = random_weight(16, 32, QuantSpec(8, activation_bits=8), "cpu", torch.bfloat16)
     bias = torch.randn(16, dtype=torch.bfloat16)
     linear = w8a8.prepare(weight.ints, weight.scales, bias, "cpu")
-    x = torch.randn(3, 32, dtype=torch.bfloat16)
-    x[0], x[1, 5] = 0, float("nan")
-    y = linear(x)
-    assert torch.equal(y[0], bias)
-    assert y[1].isnan().all()
-    assert y[2].isfinite().all()
+    for tokens in (3, 40):
+        x = torch.randn(tokens, 32, dtype=torch.bfloat16)
+        x[0], x[1, 5] = 0, float("nan")
+        y = linear(x)
+        assert torch.equal(y[0], bias)
+        assert y[1].isnan().all()
+        assert y[2:].isfinite().all()
 
 
 @pytest.mark.usefixtures("products")
