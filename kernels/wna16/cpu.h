@@ -89,11 +89,6 @@ inline void wna16(float* x_MK, const std::vector<Packed>& weights, BFloat16* y_M
   });
 }
 
-// The bits of `integers` times `scale`, rounded to bf16, as the upper halves of words.
-inline Words scaled(Floats integers, float scale) {
-  return __builtin_convertvector(narrow(integers * scale), Words) << 16;
-}
-
 // The weight [N, K] in bf16: integers times scales, rounded once.
 inline void dequantize(const uint8_t* w, const float* scales_NG, BFloat16* out_NK, int64_t n,
                        const Grid& grid) {
@@ -102,16 +97,12 @@ inline void dequantize(const uint8_t* w, const float* scales_NG, BFloat16* out_N
     BFloat16* out = out_NK + row * grid.groups * grid.group;
     for (int64_t g = 0; g < grid.groups; g++) {
       const float scale = scales_NG[row * grid.groups + g];
-      for (int64_t j = 0; j < grid.group * grid.bits / 8; j += LANES, stored += LANES) {
-        const Ints ints = bytes(stored);
-        if (grid.bits == 8) {
-          store(integers(ints, 128) * scale, out);
-          out += LANES;
-        } else {
-          // Neighbours are the halves of a word.
-          const Words even = scaled(integers(ints & 15, 8), scale);
-          store(scaled(integers(ints >> 4, 8), scale) | even >> 16, (uint32_t*)out);
-          out += 2 * LANES;
+      if (grid.bits == 8) {
+        for (int64_t j = 0; j < grid.group; j++) *out++ = BFloat16(float(*stored++ - 128) * scale);
+      } else {
+        for (int64_t j = 0; j < grid.group / 2; j++, stored++) {
+          *out++ = BFloat16(float((*stored & 15) - 8) * scale);
+          *out++ = BFloat16(float((*stored >> 4) - 8) * scale);
         }
       }
     }
