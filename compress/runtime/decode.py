@@ -1,10 +1,11 @@
-"""Decoding one request greedily, as fast as the runtime can on a CPU.
+"""Decoding one request greedily, as fast as the runtime can.
 
 At decode a small model waits for Python and for hundreds of small operations, so there are three
-ways to take a step. In bf16, blocks like Llama's do without modules (compress.runtime.token_step).
-For other models `off` takes the modules as they are, and `auto` the whole step as one program of
-torch.compile, over a KV cache of fixed size, where there is a C++ compiler. Its first use takes a
-minute or more; torch keeps what it compiled for the next process. In any way linears in bf16 run
+ways to take a step. On CPU in bf16, blocks like Llama's do without modules
+(compress.runtime.token_step). For other models, and on a GPU, `off` takes the modules as they are,
+and `auto` the whole step as one program of torch.compile, over a KV cache of fixed size, where
+there is a C++ compiler; on a GPU it is replayed as a CUDA graph. Its first use takes a minute or
+more; torch keeps what it compiled for the next process. In any way linears in bf16 on CPU run
 through compress.kernels.dense.
 """
 
@@ -52,6 +53,7 @@ class Decoder:
         self.model, self.kv_cache = model, kv_cache
         self._compiled: Step | None = None
         self._compiled_for: set[int] = set()
+        self._fixed: dict[int, StaticCache] = {}
         _use_dense_products(model)
         without = token_step.why_not(model, cache_for(model, kv_cache))
         self._token_step = None if without else TokenStep(model)
@@ -62,7 +64,7 @@ class Decoder:
             if problem:
                 _say_not_compiled(problem)
             else:
-                self._compiled = _compile(self._step)
+                self._compiled = _compile(self._step, model.device.type)
 
     @property
     def compiled(self) -> bool:
@@ -82,11 +84,11 @@ class Decoder:
         if self._compiled is None or (size := capacity(length)) in self._compiled_for:
             return 0.0
         start = time.perf_counter()
-        first = torch.zeros((1, 1), dtype=torch.long)
+        first = torch.zeros((1, 1), dtype=torch.long, device=self.model.device)
         cache = cache_for(self.model, self.kv_cache)
         self._step(first, cache)
         try:
-            self._compiled(first, _of_fixed_size(cache, self.model, size))
+            self._compiled_step(first, self._of_fixed_size(cache, size))
         except RuntimeError as error:  # of dynamo, inductor and the compiler
             # The first line alone may only name the backend.
             _say_not_compiled(" ".join(str(error).split("\n")[:2]))
@@ -115,8 +117,7 @@ class Decoder:
         if self._token_step is not None:
             step, kept = self._token_step, Room.of(cache, length + most)
         elif self._compiled is not None:
-            step = self._compiled
-            kept = _of_fixed_size(cache, self.model, capacity(length + most))
+            step, kept = self._compiled_step, self._of_fixed_size(cache, capacity(length + most))
         for _ in range(most - 1):
             token = step(token, kept)
             yield token
@@ -125,24 +126,39 @@ class Decoder:
         logits = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].float().argmax(-1, keepdim=True)
 
+    def _compiled_step(self, ids: Tensor, cache: Any) -> Tensor:
+        assert self._compiled is not None
+        if not ids.is_cuda:
+            return self._compiled(ids, cache)
+        # What a graph gives lies where its next replay will write.
+        torch.compiler.cudagraph_mark_step_begin()
+        return self._compiled(ids, cache).clone()
 
-def _compile(step: Step) -> Step:
+    def _of_fixed_size(self, cache: Cache, size: int) -> StaticCache:
+        """The keys and values of `cache` in the decoder's one that holds `size` tokens, which a
+        CUDA graph knows by its address.
+        """
+        if size not in self._fixed:
+            self._fixed[size] = StaticCache(config=self.model.config, max_cache_len=size)
+        fixed = self._fixed[size]
+        fixed.reset()
+        for index, layer in enumerate(cache.layers):
+            fixed.update(layer.keys, layer.values, index)
+        return fixed
+
+
+def _compile(step: Step, device: str) -> Step:
     # Rounding to bf16 wherever the modules do, so that the tokens are theirs.
-    options: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
+    options: dict[str, str | int | bool | Callable[..., Any]] = {
+        "emulate_precision_casts": True,
+        "triton.cudagraphs": device == "cuda",
+    }
     return torch.compile(step, fullgraph=True, dynamic=False, options=options)
 
 
 def capacity(length: int) -> int:
     """Tokens that the cache of fixed size for a request of `length` tokens holds."""
     return max(LEAST_CAPACITY, 1 << (length - 1).bit_length())
-
-
-def _of_fixed_size(cache: Cache, model: PreTrainedModel, size: int) -> StaticCache:
-    """The keys and values of `cache` in one that holds `size` tokens."""
-    fixed = StaticCache(config=model.config, max_cache_len=size)
-    for index, layer in enumerate(cache.layers):
-        fixed.update(layer.keys, layer.values, index)
-    return fixed
 
 
 def _use_dense_products(model: PreTrainedModel) -> None:
@@ -159,8 +175,8 @@ def _why_not(model: PreTrainedModel, kv_cache: str) -> str | None:
     """What keeps the step of `model` from being compiled."""
     if kv_cache != "16":
         return f"a KV cache of {kv_cache} grows as it goes; kv_cache=16 has a fixed size"
-    if model.device.type != "cpu":
-        return f"that was built for CPU, the model is on {model.device.type}"
+    if model.device.type not in ("cpu", "cuda"):
+        return f"that is for CPU and CUDA, the model is on {model.device.type}"
     if compiler() is None:
         return "there is no C++ compiler; install g++, or name one in CXX"
     if not all(type(layer) is DynamicLayer for layer in cache_for(model, kv_cache).layers):

@@ -36,9 +36,10 @@ class Serve:
     turns, one at a time, after `warmup` more. backend: triton, cpu or reference; null: the
     COMPRESS_BACKEND of the environment, else the device's own. kv_cache: how the compressed model
     keeps keys and values: 16 (bit), v8 (V in INT8) or kv8 (K and V in INT8); the original's stay
-    in 16 bit. compile: off, or auto: on CPU the step of decoding of models that have no faster one
-    as one program of torch.compile, where there is a C++ compiler; the first time that takes
-    minutes. question: asked of both models; the answers are recorded. answer_tokens: cuts them.
+    in 16 bit. compile: off, or auto: the step of decoding of models that have no faster one as one
+    program of torch.compile, on a GPU as a CUDA graph, where there is a C++ compiler; the first
+    time that takes minutes. question: asked of both models; the answers are recorded.
+    answer_tokens: cuts them.
     """
 
     name: ClassVar[str] = "serve"

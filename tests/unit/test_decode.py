@@ -163,7 +163,7 @@ def test_in_a_cache_of_fixed_size_as_in_one_that_grows(
 ) -> None:
     """The step traced whole, as for the compiler, but run by torch: building takes minutes."""
     monkeypatch.setattr(
-        decode, "_compile", lambda step: torch.compile(step, backend="eager", fullgraph=True)
+        decode, "_compile", lambda step, _: torch.compile(step, backend="eager", fullgraph=True)
     )
     monkeypatch.setattr(decode, "compiler", lambda: "not called")
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "dense")
@@ -171,7 +171,10 @@ def test_in_a_cache_of_fixed_size_as_in_one_that_grows(
     model = load(tmp_path / "quantized", dtype=torch.float32)
     decoder = Decoder(model, compile="auto")
     assert decoder.compiled
-    assert written(decoder) == written(Decoder(model))
+    wanted = written(Decoder(model))
+    # The cache is the same for every request, and forgets the one before.
+    assert list(decoder.tokens(PROMPT.flip(1), 30)) != wanted
+    assert written(decoder) == written(decoder) == wanted
     assert decoder.compiled
     assert decoder.prepare(40) == 0
 
@@ -214,7 +217,7 @@ def test_a_compiler_that_fails_leaves_the_modules_as_they_are(
     def broken(*_: object) -> None:
         raise RuntimeError("inductor raised:\nno space left\nand a page of more")
 
-    monkeypatch.setattr(decode, "_compile", lambda step: broken)
+    monkeypatch.setattr(decode, "_compile", lambda step, _: broken)
     monkeypatch.setattr(decode, "_why_not", lambda *_: None)
     decoder = Decoder(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), compile="auto")
     assert len(written(decoder)) == 24
