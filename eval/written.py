@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from compress.eval.items import as_asked
+from compress.eval.items import Item, as_asked
 from compress.eval.judge import Judge
 from compress.log import logger, progress
 from compress.machine import release_memory
@@ -26,13 +26,17 @@ Row = tuple[list[int], list[int]]
 """Tokens of a prompt as it was asked, and of an answer."""
 CHOSEN = ("choice", "cloze", "perplexity")
 """Kinds of task to which nothing is written."""
+MOST = 64
+"""Answers of a task that are read: of a large one of a user's own, all would take as long as asking
+it did."""
 
 
 def divergences(
     judge: Judge, dense: Path, checkpoint: Path, outputs: Sequence[Mapping[str, Any]]
 ) -> dict[tuple[str, str], float]:
     """By task and id, the mean KL(original || compressed) in nats a token along the original's
-    answer and to the token after it, of what both wrote differently.
+    answer and to the token after it, of what both wrote differently: of at most MOST answers of a
+    task, spread over those that differ.
 
     Each model is loaded once more, the original as it is served.
     """
@@ -43,8 +47,7 @@ def divergences(
         )
         for task, items in judge.asked
         if task.kind not in CHOSEN
-        for item in items
-        if (task.name, item.id) in wrote
+        for item in _spread([item for item in items if (task.name, item.id) in wrote])
     }
     if not rows:
         return {}
@@ -64,6 +67,12 @@ def divergences(
     del original, logits, model
     release_memory()
     return found
+
+
+def _spread(items: Sequence[Item]) -> list[Item]:
+    """At most MOST of `items`, at equal distances."""
+    count = min(MOST, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def head_alone(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:

@@ -284,6 +284,19 @@ def test_the_kl_along_an_answer_is_that_of_both_models_reading_it(folders, text,
         assert output["kl"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
 
 
+def test_of_many_answers_some_are_read(folders, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(written, "MOST", 2)
+    score = Score(text=text, tasks=["short_answers"], outputs=9, **SETTINGS | {"limit": 7})
+    score.run(run_of(folders, tmp_path / "work"), tmp_path)
+    lines = (tmp_path / "outputs.jsonl").read_text(encoding="utf-8").splitlines()
+    outputs = {o["id"]: o for o in map(json.loads, lines)}
+    ids = [item.id for item in items(named(["short_answers"])[0], 7)]
+    differ = [i for i in ids if outputs[i]["before"] != outputs[i]["after"]]
+    assert len(differ) > 3
+    known = [i for i in ids if outputs[i]["kl"] is not None]
+    assert known == [differ[0], differ[len(differ) // 2]]
+
+
 def test_models_that_write_the_same_are_not_loaded_again(folders, text, tmp_path, monkeypatch):
     monkeypatch.setattr(written, "load", lambda *_, **__: pytest.fail("loaded"))
     dense, _ = folders
