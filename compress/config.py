@@ -143,6 +143,13 @@ class Config:
         if self.checkpoint is not None:
             unfit = judged.problem(self.checkpoint, self.stages)
             problems += [unfit] if unfit else []
+        limited = self.score.gate.token_ms is not None
+        if limited and "score" in self.stages and "serve" not in self.stages:
+            problems.append(
+                f"score.gate.token_ms limits what serve measures, which "
+                f"stages=[{','.join(self.stages)}] leaves out; add it, or drop the limit: "
+                "score.gate.token_ms=null"
+            )
         if not given:
             problems.append("stages is empty; wanted at least one")
         if problems:

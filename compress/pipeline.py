@@ -139,13 +139,19 @@ def _run_step(
 
 
 def _judge(config: Config, steps: list[Step]) -> None:
-    """Raise GateError where the scores, if this run asked for any, break the recipe's limits."""
-    for step in steps:
-        manifest = step.artifact.manifest()
-        if step.name == "score" and config.only in (None, "score", "report") and manifest:
-            reasons = gate.broken(config.score.gate, manifest["metrics"])
-            if reasons:
-                raise GateError(reasons)
+    """Raise GateError where the scores and the time of a token, if this run asked for any, break
+    the recipe's limits.
+    """
+    both = config.only in (None, "score", "report")
+    names = ("score", "serve") if both else (config.only,)
+    found = {
+        step.name: manifest["metrics"]
+        for step in steps
+        if step.name in names and (manifest := step.artifact.manifest())
+    }
+    reasons = gate.broken(config.score.gate, found.get("score"), found.get("serve"))
+    if reasons:
+        raise GateError(reasons)
 
 
 def publish(out: Path) -> None:

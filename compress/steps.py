@@ -115,6 +115,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     used = _used(steps, config)
     _refuse_changes(used, config)
     if config.only is not None:
+        _refuse_untimed(config, absent, out)
         _refuse_stale(used, config.only)
     return steps
 
@@ -161,11 +162,26 @@ def unmade(config: Config, steps: list[Step]) -> set[str]:
 
 
 def _used(steps: list[Step], config: Config) -> list[Step]:
-    """With `only`, that step and those whose results on disk it reads; else all."""
+    """With `only`, that step and those whose results on disk it reads or is judged by; else all."""
     names = {s.name for s in steps}
     if config.only is not None:
         names = {config.only}.union(*(s.reads for s in steps if s.name == config.only))
+    if config.only == "score" and config.score.gate.token_ms is not None:
+        names.add("serve")
     return [step for step in steps if step.name in names]
+
+
+def _refuse_untimed(config: Config, absent: set[str], out: Path) -> None:
+    """Raise UserError where `only` would judge scores, and the time of a token, which the recipe
+    limits too, is not on disk.
+    """
+    judges = config.only in ("score", "report") and "score" in set(config.stages) - absent
+    if config.score.gate.token_ms is not None and judges and "serve" in absent:
+        raise UserError(
+            f"score.gate.token_ms limits what serve measures, which is not in {out / 'stages'}; "
+            "run it first with only=serve, or without only=, or drop the limit: "
+            "score.gate.token_ms=null"
+        )
 
 
 def _refuse_stale(steps: list[Step], only: str) -> None:

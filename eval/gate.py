@@ -1,32 +1,42 @@
-"""The limits that a recipe sets on what may be lost, and which of them a run breaks."""
+"""The limits that a recipe sets on loss and speed, and which of them a run breaks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
+
+from compress.report.words import plain
 
 
 @dataclass(kw_only=True)
 class Gate:
-    """What a compressed model may lose at most.
+    """What a compressed model may lose at most, and how long it may take.
 
     kl: KL to the original, in nats a token; null: any. tasks: by task, the largest drop of its
-    first metric, in points of 100. The measured figures count, not their intervals.
+    first metric, in points of 100. token_ms: milliseconds that each further token of one request
+    takes, by the median that the stage serve measured; null: any. The measured figures count, not
+    their intervals.
     """
 
     kl: float | None = None
     tasks: dict[str, float] = field(default_factory=dict)
+    token_ms: float | None = None
 
     def problems(self, scored: list[str]) -> list[str]:
         """What is wrong with the limits, a line each; scored: the tasks that are judged."""
         limits = {f"tasks.{name}": limit for name, limit in self.tasks.items()}
         if self.kl is not None:
             limits["kl"] = self.kl
-        negative = [
+        wrong = [
             f"score.gate.{name} is {limit}; wanted 0 or more"
             for name, limit in limits.items()
-            if limit < 0
+            if not limit >= 0  # NaN too
         ]
-        return negative + [
+        if self.token_ms is not None and not 0 < self.token_ms < inf:
+            wrong.append(
+                f"score.gate.token_ms is {self.token_ms}; wanted a finite number above 0, or null"
+            )
+        return wrong + [
             f"score.gate.tasks names {name}, which score.tasks leaves out; ask it too, or drop it: "
             f"~score.gate.tasks.{name}"
             for name in self.tasks
@@ -36,14 +46,35 @@ class Gate:
     @property
     def limits(self) -> int:
         """How many limits there are."""
-        return len(self.tasks) + (self.kl is not None)
+        return len(self.tasks) + (self.kl is not None) + (self.token_ms is not None)
+
+    def checked(self, *, scored: bool, served: bool) -> "Gate":
+        """The limits that a run checks: all where it scored, that of speed where it only served."""
+        return self if scored else Gate(token_ms=self.token_ms if served else None)
 
 
-def broken(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
-    """The limits that these scores break, each in words; `scores` as the stage score returns them.
+def broken(
+    gate: Gate, scores: Mapping[str, Any] | None, latency: Mapping[str, Any] | None
+) -> list[str]:
+    """The limits that are broken, each in words; `scores` and `latency` as the stages score and
+    serve return them, None of a stage that did not run.
 
-    A figure that is not finite, or a task of which no item was asked, breaks its limit.
+    A figure that is not finite, a task of which no item was asked, and scores without the time of
+    a token break their limits. Without scores that of speed alone is checked.
     """
+    gate = gate.checked(scored=scores is not None, served=latency is not None)
+    found = _lost(gate, scores) if scores is not None else []
+    if gate.token_ms is not None:
+        took = latency["after"]["tpot_ms"]["p50"] if latency is not None else None
+        if took is None:
+            found.append(f"no token was timed, at most {gate.token_ms:g} ms allowed")
+        elif not took <= gate.token_ms:
+            told = plain(float(f"{took:.4g}"))  # 200.3 is not the limit of 200
+            found.append(f"{told} ms a token, at most {gate.token_ms:g} allowed")
+    return found
+
+
+def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
     found = []
     kl = scores["fidelity"]["kl"]
     if gate.kl is not None and not (kl is not None and kl <= gate.kl):

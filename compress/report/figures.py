@@ -52,7 +52,7 @@ def figures(run: Run, terms: Terms = UNKNOWN, load: Sequence[str] = ()) -> dict[
         "drift": score["drift"] if score else [],
         "faults": score["faults"] if score else [],
         "blocks": score["blocks"] if score else None,
-        "gate": _gate(config.score.gate, score),
+        "gate": _gate(config.score.gate, score, serve),
         "outputs": _outputs(run),
         "latency": dict(serve) if serve else None,
         "loads": loads(load, _models(run)),
@@ -107,11 +107,14 @@ def _first(metrics: Mapping[str, Any], key: str, stages: tuple[str, ...]) -> Any
     return next((metrics[s][key] for s in stages if metrics.get(s, {}).get(key)), None)
 
 
-def _gate(limits: gate.Gate, score: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The recipe's limits and which of them are broken; None where there are none or no scores."""
-    if score is None or not limits.limits:
+def _gate(
+    limits: gate.Gate, score: Mapping[str, Any] | None, serve: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """The recipe's limits that were checked and which of them are broken; None where none were."""
+    checked = limits.checked(scored=score is not None, served=serve is not None)
+    if not checked.limits:
         return None
-    return {**dataclasses.asdict(limits), "broken": gate.broken(limits, score)}
+    return {**dataclasses.asdict(checked), "broken": gate.broken(checked, score, serve)}
 
 
 def _bytes(plan: Mapping[str, Any] | None, export: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -106,7 +106,11 @@ def _gate(figures: Figures) -> Iterator[Finding]:
         return
     limits = [] if found["kl"] is None else [f"KL at most {found['kl']:g} nats a token"]
     limits += [f"{name} at most {most:g} points lower" for name, most in found["tasks"].items()]
-    yield Finding("It passes the recipe's gate", f"{'; '.join(limits)}.", "good")
+    if found["token_ms"] is not None:
+        took = milliseconds(figures["latency"]["after"]["tpot_ms"]["p50"])
+        limits.append(f"at most {found['token_ms']:g} ms a token ({took} measured)")
+    text = "; ".join(limits)
+    yield Finding("It passes the recipe's gate", f"{text[0].upper()}{text[1:]}.", "good")
 
 
 def _fits(figures: Figures) -> Iterator[Finding]:

@@ -29,8 +29,8 @@ class Score:
     limits on the length of an answer; null: leaves them. batch_size: prompts at a time. originals:
     a folder where what the original answered is kept for other runs; null: for this one. outputs:
     answers shown side by side, beside all boundary cases that failed. gate: limits on what may be
-    lost; a run that breaks one writes everything and ends with status 3. The compressed model keeps
-    keys and values as serve.kv_cache has it.
+    lost, and on the time of a token that serve measured; a run that breaks one writes everything
+    and ends with status 3. The compressed model keeps keys and values as serve.kv_cache has it.
     """
 
     name: ClassVar[str] = "score"

@@ -240,3 +240,69 @@ def test_a_broken_gate_writes_everything_and_ends_with_status_3(
     main()
     assert json.loads((tmp_path / "report.json").read_text())["gate"]["broken"] == []
     assert (tmp_path / "stages" / "score.json").stat().st_mtime_ns == scored
+
+
+def test_a_token_that_takes_too_long_ends_with_status_3(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stages = tmp_path / "stages"
+
+    def ended(*words: str) -> tuple[int, str]:
+        """The status and the last line of the console."""
+        given = ["recipe=tiny", f"model.path={tiny_model}", f"out={tmp_path}", *SMALL, *words]
+        monkeypatch.setattr(sys, "argv", ["compress", *given])
+        try:
+            main()
+        except SystemExit as end:
+            return int(end.code or 0), capsys.readouterr().err.splitlines()[-1]
+        return 0, ""
+
+    judged = "stages=[plan,calibrate,quantize,export,serve,score,report]"
+    limit = "score.gate.token_ms=0.001"
+    status, last = ended(judged.replace("serve,", ""), limit)
+    assert status == 2
+    assert last == (
+        "compress: score.gate.token_ms limits what serve measures, which "
+        "stages=[plan,calibrate,quantize,export,score,report] leaves out; add it, or drop the "
+        "limit: score.gate.token_ms=null"
+    )
+    assert not stages.exists()
+
+    # One stage at a time: scores are not judged where no token was timed.
+    assert ended("stages=[plan,calibrate,quantize,export]")[0] == 0
+    status, last = ended(judged, limit, "only=score")
+    assert status == 2
+    assert last.startswith(
+        f"compress: score.gate.token_ms limits what serve measures, which is not in {stages}; run "
+        "it first with only=serve"
+    )
+    assert not (stages / "score.json").exists()
+    assert ended(judged, limit, "only=serve")[0] == 3
+
+    status, last = ended(judged, limit)
+    median = json.loads((stages / "serve.json").read_text())["metrics"]["after"]["tpot_ms"]["p50"]
+    assert status == 3
+    said = last.removeprefix(f"compress: {tmp_path}: score.gate is broken: ")
+    assert float(said.split(" ms a token, at most 0.001 allowed")[0]) == pytest.approx(median, 1e-3)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["gate"] == {"kl": 0.2, "tasks": {}, "token_ms": 0.001, "broken": [said]}
+    assert report["verdict"]["findings"][0]["text"] == f"{said}."
+    assert all(said in (tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
+
+    made = {name: (stages / f"{name}.json").stat().st_mtime_ns for name in ("serve", "score")}
+    assert ended(judged, limit, "only=score")[0] == 3
+    status, last = ended(judged, limit, "only=score", "serve.backend=reference")
+    assert status == 2
+    assert "serve.backend was null, is now" in last
+    assert ended(judged, "score.gate.token_ms=60000") == (0, "")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["gate"]["broken"] == []
+    assert "at most 60000 ms a token (" in report["verdict"]["findings"][0]["text"]
+    assert made == {name: (stages / f"{name}.json").stat().st_mtime_ns for name in made}
+    (stages / "serve.json").unlink()
+    status, last = ended(judged, "score.gate.token_ms=60000", "only=report")
+    assert status == 2
+    assert "run it first with only=serve" in last

@@ -48,6 +48,11 @@ def test_the_page_names_the_recipe(name: str) -> None:
     assert f"recipe={name}" in PAGE
 
 
+def test_a_small_device_has_the_time_of_a_token_that_the_page_names() -> None:
+    assert composed("recipe=edge_student").score.gate.token_ms == 200
+    assert "200 ms a token" in PAGE
+
+
 def test_the_files_of_the_page_are_there() -> None:
     named = set(re.findall(r"lengths/\w+\.jsonl", PAGE))
     assert named == {f"lengths/{lengths}.jsonl" for _, lengths in SCENARIOS.values()}

@@ -13,10 +13,13 @@ from compress.report.comparison import comparison
 from compress.report.figures import figures
 
 
-def run(folder: Path, kl: float, size: int, decode: float, *left_out: str) -> Path:
+def run(
+    folder: Path, kl: float, size: int, decode: float, *left_out: str, token_ms: float | None = None
+) -> Path:
     """A finished run's folder with its report.json."""
     folder.mkdir(parents=True)
     made = fixture(folder, *left_out)
+    made.config.score.gate.token_ms = token_ms
     if "score" not in left_out:
         made.manifests["score"]["metrics"]["fidelity"]["kl"] = kl
     made.manifests["export"]["metrics"]["bytes"] = size
@@ -47,6 +50,17 @@ def test_rows_hold_what_the_reports_say(runs: list[Path]) -> None:
     assert w8["gate_broken"] == []
     assert found["rows"][3]["gate_broken"] == ["KL 0.5000 nats a token, at most 0.05 allowed"]
     assert found["remarks"] == []
+
+
+def test_a_token_that_takes_too_long_breaks_the_gate(tmp_path: Path) -> None:
+    runs = [
+        run(tmp_path / "quick", 0.012, 180_000_000, 81.0, token_ms=200),
+        run(tmp_path / "slow", 0.012, 180_000_000, 81.0, token_ms=10),
+    ]
+    found = comparison(runs)
+    reason = "12.3 ms a token, at most 10 allowed"
+    assert [row["gate_broken"] for row in found["rows"]] == [[], [], [reason]]
+    assert f"slow breaks its gate: {reason}." in compare.comparison_page(found)
 
 
 def test_a_run_that_another_beats_in_all_is_named(runs: list[Path]) -> None:

@@ -9,7 +9,7 @@ from report_run import fixture
 
 from compress.eval.gate import Gate
 from compress.report.figures import figures
-from compress.report.pages import page
+from compress.report.pages import page, short
 from compress.report.tasks import blind, change, unseen_loss
 
 
@@ -93,11 +93,40 @@ def test_a_broken_gate_is_said_first(run: SimpleNamespace) -> None:
     assert found["gate"] == {
         "kl": 0.012,
         "tasks": {"knowledge": 12.0},
+        "token_ms": None,
         "broken": ["KL 0.0124 nats a token, at most 0.012 allowed"],
     }
     assert found["verdict"]["findings"][0]["tone"] == "bad"
     assert found["verdict"]["headline"].endswith("the recipe's gate is broken.")
     assert "KL 0.0124 nats a token, at most 0.012 allowed." in page(found)
+
+
+def test_the_time_of_a_token_is_said_beside_its_limit(run: SimpleNamespace) -> None:
+    run.config.score.gate.token_ms = 200
+    found = figures(run)
+    assert found["gate"]["token_ms"] == 200
+    assert found["gate"]["broken"] == []
+    passed = "knowledge at most 12 points lower; at most 200 ms a token (12.3\u00a0ms measured)."
+    assert found["verdict"]["findings"][0]["text"].endswith(passed)
+    assert all(passed in text(found) for text in (page, short))
+
+    run.config.score.gate.token_ms = 12
+    found = figures(run)
+    reason = "12.3 ms a token, at most 12 allowed"
+    assert found["gate"]["broken"] == [reason]
+    first = {"about": "It fails the recipe's gate", "text": f"{reason}.", "tone": "bad"}
+    assert found["verdict"]["findings"][0] == first
+    assert found["verdict"]["headline"].endswith("the recipe's gate is broken.")
+    assert all(f"{reason}." in text(found) for text in (page, short))
+
+
+def test_without_scores_the_time_of_a_token_alone_is_checked(tmp_path: Path) -> None:
+    run = fixture(tmp_path, "score")
+    run.config.score.gate.token_ms = 200
+    found = figures(run)
+    assert found["gate"] == {"kl": None, "tasks": {}, "token_ms": 200, "broken": []}
+    first = found["verdict"]["findings"][0]
+    assert first["text"] == "At most 200 ms a token (12.3\u00a0ms measured)."
 
 
 def test_a_fault_that_was_found_is_named_first(run: SimpleNamespace) -> None:
