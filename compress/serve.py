@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compress import options
 from compress.errors import ConfigError, UserError
+from compress.log import logger
 from compress.runtime import devices
 from compress.runtime.generate import encode, greedy_config
 from compress.runtime.loader import load_with_tokenizer
@@ -119,10 +120,17 @@ def served(settings: Options) -> Served:
         end_tokens=end_tokens,
         vocabulary=model.get_input_embeddings().num_embeddings,
         context=context,
-        prompt_tokens=min(settings.prompt_tokens or context, context - 1),
-        new_tokens=min(settings.new_tokens or context, context - 1),
+        prompt_tokens=_within("prompt_tokens", settings.prompt_tokens, context),
+        new_tokens=_within("new_tokens", settings.new_tokens, context),
         overlong=settings.overlong,
     )
+
+
+def _within(name: str, limit: int | None, context: int) -> int:
+    """The limit on a request's tokens, of prompt or answer: one token at least is the other's."""
+    if limit is not None and limit >= context:
+        logger.info(f"  {name}={limit}: the context of {context} tokens leaves {context - 1}")
+    return min(limit or context, context - 1)
 
 
 def _check_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

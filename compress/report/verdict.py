@@ -201,10 +201,24 @@ def _faster(figures: Figures) -> Iterator[Finding]:
         f"({comparison(*decode, 'faster', 'slower')}), prefill from {rate(prefill[0])} to "
         f"{rate(prefill[1])} ({comparison(*prefill, 'faster', 'slower')}); the first token comes "
         f"after {milliseconds(first[1])} instead of {milliseconds(first[0])} (medians)."
+        f"{_other_step(latency)}"
     )
     ratio = decode[1] / decode[0] if decode[0] and decode[1] else 1.0
     tone: Tone = "good" if ratio > 1.02 else "bad" if ratio < 0.98 else "plain"
     yield Finding("Speed", text, tone)
+
+
+def _other_step(latency: Figures) -> str:
+    """Where the two decoded by different steps, that this is a part of what was measured."""
+    steps = [latency[when].get("step") for when in ("before", "after")]
+    if steps[0] == steps[1]:
+        return ""
+    kept = latency.get("kv_cache", "16")
+    reason = "" if kept == "16" else f", since its KV cache has {kv_cache(kept)}"
+    return (
+        f" The original decodes {steps[0]}, the compressed model {steps[1]}{reason}: a part of the "
+        "difference is that."
+    )
 
 
 def _closeness(figures: Figures) -> Iterator[Finding]:

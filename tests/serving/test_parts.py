@@ -15,7 +15,9 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from compress import serve
 from compress.errors import UserError
+from compress.log import logger
 from compress.runtime import attention
 from compress.runtime.server.attention import mask
 from compress.runtime.server.engine import Engine, Limits, Load
@@ -114,6 +116,18 @@ def test_a_model_that_cannot_be_served_is_told_in_one_line() -> None:
     model = small(layer_types=["full_attention", "linear_attention"])
     with pytest.raises(UserError, match="mistral: continuous batching cannot serve this model: In"):
         Engine(model, [], Limits())
+
+
+def test_limits_that_the_context_cuts_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO", "compress")
+    found = [serve._within("new_tokens", limit, 64) for limit in (None, 1, 63, 64, 999)]
+    assert found == [63, 1, 63, 63, 63]
+    assert [message.strip() for message in caplog.messages] == [
+        f"new_tokens={limit}: the context of 64 tokens leaves 63" for limit in (64, 999)
+    ]
 
 
 def test_attention_sinks_are_refused_not_left_out() -> None:

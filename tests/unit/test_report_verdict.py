@@ -40,6 +40,17 @@ def test_verdict_says_it_in_words(run: SimpleNamespace) -> None:
     )
 
 
+def test_steps_that_are_not_the_same_are_told(run: SimpleNamespace) -> None:
+    served = run.manifests["serve"]["metrics"]
+    served["before"]["step"], served["after"]["step"] = "without modules", "as its modules are"
+    served["kv_cache"] = "v8"
+    said = {f["about"]: f["text"] for f in figures(run)["verdict"]["findings"]}
+    assert said["Speed"].endswith(
+        "(medians). The original decodes without modules, the compressed model as its modules are, "
+        "since its KV cache has V in 8 bit: a part of the difference is that."
+    )
+
+
 TASK = {"name": "knowledge", "metric": "accuracy", "n": 30, "before": 50.0, "after": 50.0}
 
 
