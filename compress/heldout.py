@@ -95,7 +95,7 @@ def record(run: Run, held: Windows, folder: Path) -> float:
 
     @torch.no_grad()
     def logprobs() -> Iterator[Tensor]:
-        for row, logits in zip(rows, _block_logits(model, rows), strict=True):
+        for row, logits in zip(rows, block_logits(model, rows), strict=True):
             found = logits.log_softmax(-1).cpu()
             losses.append(nll_loss(found[:-1], row[1:], reduction="none"))
             yield pad(found, (0, 0, 0, held.ids.shape[1] - len(row)))
@@ -125,7 +125,7 @@ def distance(
     these, the blocks are read again.
     """
     model = BlockModel(folder, device=device, trust_remote_code=trust_remote_code)
-    return _measure(statistics, lambda rows: _block_logits(model, rows))
+    return _measure(statistics, lambda rows: block_logits(model, rows))
 
 
 def distance_of(model: PreTrainedModel, statistics: Path) -> Distance:
@@ -158,7 +158,7 @@ def _measure(
     return Distance(kl / tokens, same / tokens, float(torch.tensor(loss / predicted).exp()))
 
 
-def _block_logits(model: BlockModel, rows: Iterable[Tensor]) -> Iterator[Tensor]:
+def block_logits(model: BlockModel, rows: Iterable[Tensor]) -> Iterator[Tensor]:
     """Logits [t, V] of each row of token ids [t]."""
     width = model.config.get_text_config().hidden_size
     for chunk in _together(rows, HIDDEN_BYTES // (4 * width)):

@@ -1,5 +1,6 @@
 """The steps of a run: what each depends on, and what on disk does not fit what is asked for."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from compress import source
 from compress.artifact import Artifact, differences, fingerprint
 from compress.config import STAGES, Config
 from compress.errors import UserError
+from compress.eval.items import records
 from compress.eval.own import named
 from compress.eval.tasks import TASKS
 from compress.model_path import TINY, locate
@@ -101,6 +103,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
             "version": stage.version,
             stage.name: _section(config, stage.name),
             **{n: shared[n] if n in shared else config.section(n) for n in stage.shares},
+            **(_asked(config) if stage.name == "distill" else {}),
             "inputs": {k: earlier if k == MANIFESTS else kinds[k] for k in stage.needs},
         }
         artifact = Artifact(stage.name, _folder(stage.name, out), out / "stages")
@@ -122,10 +125,24 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
 
 def _section(config: Config, name: str) -> dict[str, Any]:
     """A stage's own settings, less those of score that change none of its figures: the gate, which
-    judges them, and where the original's are kept.
+    judges them, and where the original's are kept; and less the tasks of distill where it has none.
     """
     fields = config.section(name) if name != "source" else {}
-    return {field: value for field, value in fields.items() if field not in ("gate", "originals")}
+    without = {"gate", "originals"}
+    if name == "distill" and not config.distill.tasks:
+        without |= {"tasks", "task_items"}
+    return {field: value for field, value in fields.items() if field not in without}
+
+
+def _asked(config: Config) -> dict[str, Any]:
+    """What the tasks of distill, where it has any, ask: the settings of each and its questions."""
+    if not config.distill.tasks:
+        return {}
+    found = {}
+    for task in named(config.distill.tasks, "distill.tasks"):
+        own = dataclasses.asdict(task) | {"file": None, "haystack": None}
+        found[task.name] = fingerprint({**own, "records": records(task)})
+    return {"distill_tasks": found}
 
 
 def _by_content(section: dict[str, Any], content: str) -> dict[str, Any]:

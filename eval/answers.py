@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.eval import likelihood, multiple_choice, rules, statistics
 from compress.eval.items import Item, as_asked
+from compress.eval.likelihood import Row, Scored, spaced
 from compress.eval.metrics import Rows, metric
 from compress.eval.tasks import RIGHT_OR_WRONG, Task
 
@@ -86,16 +87,40 @@ def ask(
     return _write(who, task, items)
 
 
+def encoded(task: Task, items: list[Item], tokenizer: PreTrainedTokenizerBase) -> list[list[Row]]:
+    """For each item of a choice or a cloze, its prompt with each of its choices, or with the
+    continuation.
+    """
+    found = []
+    for item in items:
+        prompt = as_asked(task, item, tokenizer)
+        answers = item.choices or item.references
+        found.append([likelihood.encode(prompt, spaced(prompt, a), tokenizer) for a in answers])
+    return found
+
+
+def right(task: Task, items: list[Item], scored: list[list[Scored]]) -> list[bool]:
+    """Whether each item of a choice or a cloze is answered rightly, by the task's first metric, one
+    by which answers are right or wrong. scored: how the model found what `encoded` gave.
+    """
+    answers = [
+        Answer(item.id, "", tuple(one.total for one in ones), greedy=ones[0].greedy)
+        for item, ones in zip(items, scored, strict=True)
+    ]
+    return [bool(row[0]) for row in _rows(task.metrics[0], task, items, answers)]
+
+
 def _choose(who: Asked, task: Task, items: list[Item]) -> list[Answer]:
-    questions = [(as_asked(task, item, who.tokenizer), item.choices) for item in items]
-    found = multiple_choice.likelihoods(who.model, who.tokenizer, questions, **who.options)
+    rows = encoded(task, items, who.tokenizer)
+    every = multiple_choice.scored_items(who.model, rows, **who.options)
+    found = [tuple(one.total for one in of_item) for of_item in every]
     return [
-        Answer(item.id, item.choices[_picked(task.metrics[0], item, row)], tuple(row))
+        Answer(item.id, item.choices[_picked(task.metrics[0], item, row)], row)
         for item, row in zip(items, found, strict=True)
     ]
 
 
-def _picked(name: str, item: Item, likelihoods: tuple[float, ...] | list[float]) -> int:
+def _picked(name: str, item: Item, likelihoods: tuple[float, ...]) -> int:
     """The likeliest choice's index; by `normalized_accuracy`, by nats a character.
 
     As lm-evaluation-harness's acc_norm: long choices are not at a loss, and unlike tokens,
@@ -107,10 +132,7 @@ def _picked(name: str, item: Item, likelihoods: tuple[float, ...] | list[float])
 
 
 def _fill(who: Asked, task: Task, items: list[Item]) -> list[Answer]:
-    rows = []
-    for item in items:
-        prompt, wanted = as_asked(task, item, who.tokenizer), item.references[0]
-        rows.append(likelihood.encode(prompt, likelihood.spaced(prompt, wanted), who.tokenizer))
+    rows = [row for (row,) in encoded(task, items, who.tokenizer)]
     return [
         Answer(
             item.id,

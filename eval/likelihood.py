@@ -4,6 +4,7 @@ Shapes: B texts a batch, T tokens of the longest, V vocabulary.
 """
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,17 @@ def last_logits(model: PreTrainedModel, count: int, asked: dict[str, Any]) -> Te
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         asked = {**asked, "logits_to_keep": count}
     return model(**asked).logits[:, -count:]
+
+
+def of_logits(rows: list[list[Row]], logits: Iterable[Tensor]) -> list[list[Scored]]:
+    """The same for the rows of each item, by the logits [t, V] of one row after the other, each
+    read alone and without its last token.
+    """
+    each = iter(logits)
+    return [
+        [_of_continuation(next(each)[start - 1 :], tokens[start:]) for tokens, start in of_item]
+        for of_item in rows
+    ]
 
 
 def _right_padded(rows: list[list[int]], before: int) -> tuple[Tensor, Tensor]:

@@ -9,18 +9,16 @@ from copy import copy
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from compress.eval.likelihood import (
     Row,
     Scored,
     by_length,
-    encode,
     last_logits,
     read,
     scored,
-    spaced,
 )
 from compress.log import progress
 from compress.runtime.cache import cache_for
@@ -30,23 +28,6 @@ SLACK = 4
 shortest is read with each of their choices."""
 BY_LENGTH = ("dynamic", "longrope")
 """Types of RoPE whose frequencies, those of the first tokens too, depend on the text's length."""
-
-
-def likelihoods(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    questions: list[tuple[str, tuple[str, ...]]],
-    *,
-    batch_size: int,
-    kv_cache: str = "16",
-) -> list[list[float]]:
-    """For each (prompt, choices): the log-likelihood of every choice, in nats."""
-    items = [
-        [encode(prompt, spaced(prompt, choice), tokenizer) for choice in choices]
-        for prompt, choices in questions
-    ]
-    every = scored_items(model, items, batch_size=batch_size, kv_cache=kv_cache)
-    return [[one.total for one in of_item] for of_item in every]
 
 
 @torch.inference_mode()

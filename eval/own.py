@@ -17,34 +17,35 @@ MEASURES = ("fidelity", "blocks")
 """What both models are judged by beside tasks."""
 
 
-def named(names: list[str]) -> list[Task]:
+def named(names: list[str], option: str = "score.tasks") -> list[Task]:
     """The tasks of these names, in the order of the list: a bundled suite, or a .yaml file.
 
-    Raises UserError for one that there is not, and for what is wrong with a file or its data.
+    option: the field that names them. Raises UserError for one that there is not, and for what is
+    wrong with a file or its data.
     """
     known = {task.name: task for task in TASKS}
     unknown = [name for name in names if name not in known and not is_file(name)]
     if unknown:
         raise UserError(
-            f"score.tasks: no suite called {', '.join(unknown)}; there are {', '.join(known)}, and "
+            f"{option}: no suite called {', '.join(unknown)}; there are {', '.join(known)}, and "
             "a task of your own is named by its .yaml file"
         )
     tasks = [known[name] if name in known else read(Path(name).expanduser()) for name in names]
     twice = [name for i, name in enumerate(names) if name in names[:i]]
     if twice:
-        raise UserError(f"score.tasks names {', '.join(twice)} twice; wanted each once")
+        raise UserError(f"{option} names {', '.join(twice)} twice; wanted each once")
     for i, task in enumerate(tasks):
         taken = (*known, *MEASURES, *(t.name for t in tasks[:i]))
         if is_file(names[i]) and task.name in taken:
             raise UserError(
-                f"score.tasks: {names[i]} has a name that is taken, {task.name}; name the file "
+                f"{option}: {names[i]} has a name that is taken, {task.name}; name the file "
                 "otherwise"
             )
     return tasks
 
 
 def is_file(name: str) -> bool:
-    """Whether `name` in score.tasks means a file, not a bundled suite."""
+    """Whether `name` in a list of tasks means a file, not a bundled suite."""
     return name.endswith((".yaml", ".yml"))
 
 

@@ -1,6 +1,6 @@
 """distill: the original's soft labels win back what quantization lost."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,14 +10,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from compress import checkpoint, processes
-from compress.artifact import Artifact
+from compress.artifact import Artifact, once
 from compress.errors import ConfigError, UserError
+from compress.eval.own import named
 from compress.log import logger
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
 from compress.text.windows import Windows
 from compress.training import labels
+from compress.training.asking import Asked, by_likelihood, prepared, scores
+from compress.training.choosing import words
 from compress.training.endpoint import Endpoint, connect
 from compress.training.labels import Labels
 from compress.training.learning import learn, served_kl
@@ -48,7 +51,9 @@ class Distill:
     precision: arithmetic of the teacher and of the student while it learns; measured in float32.
     recompute: less memory for a third more time: a block's inside is made again on the way back.
     measures: how often the held-out KL is taken; after `patience` of them that are no better than
-    the best, training ends.
+    the best, training ends. tasks: names of bundled suites, or .yaml files of tasks of one's own,
+    of kind choice or cloze, whose first `task_items` items are asked then, too; a step at which one
+    of them has fallen is not kept.
     """
 
     name: ClassVar[str] = "distill"
@@ -79,11 +84,13 @@ class Distill:
     recompute: bool = False
     measures: int = 4
     patience: int = 3
+    tasks: list[str] = field(default_factory=list)
+    task_items: int = 40
 
     def __post_init__(self) -> None:
         counts = ("top_k", "batch", "epochs", "measures", "patience", "samples", "rank")
         above_0 = ("scale_rate", "rate", "latent_rate", "adapter_rate", "alpha", "temperature")
-        least = {**dict.fromkeys(counts, 1), "length": 16}
+        least = {**dict.fromkeys(counts, 1), "length": 16, "task_items": 1}
         problems = [
             f"distill.{name} is {getattr(self, name)}; wanted at least {number}"
             for name, number in least.items()
@@ -105,6 +112,10 @@ class Distill:
             problems.append(f"distill.beta is {self.beta}; wanted between 0 and 1")
         if not 0 <= self.hard <= 1:
             problems.append(f"distill.hard is {self.hard}; wanted 0 to 1")
+        try:
+            by_likelihood(self.tasks)
+        except UserError as error:
+            problems.append(str(error))
         if problems:
             raise ConfigError(problems)
 
@@ -147,7 +158,9 @@ class Distill:
         config, source = run.config, run.artifacts["quantized"]
         made = self._labels(run)
         batch = min(self.batch, len(made))
-        learned = processes.everywhere(learn, self, run, made, batch)
+        asked = prepared(by_likelihood(self.tasks), self.task_items, run) if self.tasks else []
+        told = self._asked(run, asked)
+        learned = processes.everywhere(learn, self, run, made, batch, asked)
         history = learned.history
         kept = history.best_step > 0
         if kept:
@@ -157,11 +170,18 @@ class Distill:
         before, after = served_kl(run, source), served_kl(run, out)
         if learned.unrounded is not None:
             logger.info(f"  held-out KL {learned.unrounded:.4f} before adapters are rounded")
+        fell = [(p["step"], fall) for p in history.curve for fall in p.get("falls", ())]
+        start = history.curve[0]["value"]
+        held_back = any(p.get("falls") and p["value"] < start for p in history.curve)
+        but = " without a task falling" if held_back else ""
         logger.info(
             f"  held-out KL {before:.4f} to {after:.4f}, best at step {history.best_step}"
             if kept
-            else f"  held-out KL {before:.4f} was not improved; handed on as it was"
+            else f"  held-out KL {before:.4f} was not improved{but}; handed on as it was"
         )
+        notes = [f"step {step}: {words(fall)}: not kept" for step, fall in fell]
+        if not kept:
+            notes.append(f"no step improved the held-out KL{but}; the input is handed on")
         weights = linear_weights(run.artifacts["dense"], config.model.trust_remote_code)
         return {
             "teacher": self._teacher_name(),
@@ -172,7 +192,29 @@ class Distill:
             "kl": {"before": before, "after": after},
             "kept": kept,
             "heldout_kl": {"before": before, "after": after},
-            "notes": [] if kept else ["no step improved the held-out KL; the input is handed on"],
+            "notes": notes,
+            **({"tasks": told, "held_back": held_back} if self.tasks else {}),
+        }
+
+    def _asked(self, run: Run, asked: list[Asked]) -> dict[str, Any]:
+        """Of each task that is asked at every measure: its items, and the original's score, 0 to
+        100, which is read a block at a time.
+        """
+        if not asked:
+            return {}
+        file = run.work / "original.json"
+        original = once(file, lambda: scores(asked, run.original, run))
+        for one in asked:
+            name, count = one.task.name, len(one.items)
+            logger.info(f"  {name}: {count} items, the original's score {original[name]:.1f}")
+        judging = {task.name for task in named(run.config.score.tasks)}
+        both = [one.task.name for one in asked if one.task.name in judging]
+        if both and "score" in run.config.stages:
+            names = ", ".join(both)
+            logger.info(f"  {names}: in score.tasks too; what chose the step then judges it")
+        return {
+            one.task.name: {"items": len(one.items), "original": original[one.task.name]}
+            for one in asked
         }
 
     def _windows(self, run: Run) -> Windows:

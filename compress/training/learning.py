@@ -1,6 +1,7 @@
 """How the quantized model of the stage distill learns: what, at which rates, in which processes."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from compress import heldout, processes
 from compress.stage import Run
+from compress.training.asking import Asked, right
 from compress.training.labels import Labels
 from compress.training.loop import Groups, History, relative_groups
 from compress.training.sharding import shard
@@ -55,8 +57,10 @@ class Learned:
     unrounded: float | None
 
 
-def learn(settings: "Distill", run: Run, made: Labels, batch: int) -> Learned:
-    """Train on `batch` windows of `made` a step, of which several processes take a share each."""
+def learn(settings: "Distill", run: Run, made: Labels, batch: int, asked: list[Asked]) -> Learned:
+    """Train on `batch` windows of `made` a step, of which several processes take a share each.
+    asked: tasks whose answers are taken at each measure, too.
+    """
     processes.refuse_fewer("distill.batch", batch)
     model = _student(settings, run)
     groups = _groups(settings, model)
@@ -65,7 +69,8 @@ def learn(settings: "Distill", run: Run, made: Labels, batch: int) -> Learned:
     def measure() -> float:
         return heldout.distance_of(model, run.artifacts["statistics"]).kl
 
-    history = teach(model, groups, made, batch, objective, settings, measure, run)
+    ask = partial(right, asked, model) if asked else None
+    history = teach(model, groups, made, batch, objective, settings, measure, run, ask)
     with unrounded(model):
         before_rounding = measure() if settings.train == "adapters" else None
     return Learned(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from compress import processes
-from compress.log import progress
+from compress.log import logger, progress
+from compress.training.choosing import Right, falls, score, words
 from compress.training.sharding import collected, collected_state, cut_like, load_state, whole
 
 KEEP_EVERY = 10  # steps between two states on disk
@@ -53,11 +54,33 @@ class Schedule:
 
 @dataclass
 class History:
-    """The measured curve, points of {step, value}, and its lowest; step 0 is the start."""
+    """The measured curve, points of {step, value}, and the best of them; step 0 is the start.
+
+    Where tasks are asked a point has their `tasks`, scores from 0 to 100 by name, and `falls`, see
+    `choosing.falls`; answers: those at the start.
+    """
 
     curve: list[dict[str, Any]] = field(default_factory=list)
     best_step: int = 0
     best: dict[str, Tensor] = field(default_factory=dict)
+    answers: Right = field(default_factory=dict)
+
+    def add(self, step: int, value: float, answers: Right) -> bool:
+        """Put a point on the curve; whether it is the best: the lowest of those at which no task
+        has fallen.
+        """
+        point: dict[str, Any] = {"step": step, "value": value}
+        if not self.curve:
+            self.answers = answers
+        if answers:
+            point["tasks"] = {name: score(right) for name, right in answers.items()}
+            point["falls"] = falls(self.answers, answers)
+        lowest = next((p["value"] for p in self.curve if p["step"] == self.best_step), None)
+        is_best = lowest is None or (value < lowest and not point.get("falls"))
+        if is_best:
+            self.best_step = step
+        self.curve.append(point)
+        return is_best
 
 
 def relative_groups(rate: float, parameters: dict[str, nn.Parameter]) -> Groups:
@@ -79,13 +102,16 @@ def train(
     *,
     what: str,
     dtype: torch.dtype,
+    ask: Callable[[], Right] | None = None,
 ) -> History:
     """Train `groups` and leave the best step in them.
 
     loss_of(step): the loss of that step, depending on nothing but the step and the parameters.
     measure(): the held-out figure, lower is better, taken with the parameters rounded to `dtype`
-    as they will be stored. Killed at any step, the same call ends with the same bytes. Raises
-    OSError where the disk is full; the state before stays.
+    as they will be stored. ask(): which items of tasks the model answers rightly then; a step at
+    which a task has fallen is not the best, see compress/training/choosing.py. Killed at any step,
+    the same call ends with the same bytes. Raises OSError where the disk is full; the state before
+    stays.
 
     Of several processes each calls this with the same parameters and a loss whose sum over them is
     that of the step; all end with the same parameters. The history's tensors are the leader's.
@@ -101,8 +127,12 @@ def train(
     )
     file = work / f"{what}.state"
     start, history = _restore(file, parameters, optimizer)
+
+    def judge() -> tuple[float, Right]:
+        return measure(), ask() if ask else {}
+
     if start == 0:
-        _note(history, 0, parameters, measure, dtype)
+        _note(history, 0, parameters, judge, dtype)
     for step in progress(
         range(start, schedule.steps), what, "step", total=schedule.steps, done=start
     ):
@@ -116,7 +146,7 @@ def train(
         nn.utils.clip_grad_norm_(parameters.values(), schedule.clip)
         optimizer.step()
         if schedule.measured_after(step + 1):
-            _note(history, step + 1, parameters, measure, dtype)
+            _note(history, step + 1, parameters, judge, dtype)
         if (step + 1) % KEEP_EVERY == 0 or step + 1 == schedule.steps:
             _keep(file, step + 1, parameters, optimizer, history)
     with torch.no_grad():
@@ -131,20 +161,27 @@ def _note(
     history: History,
     step: int,
     parameters: dict[str, nn.Parameter],
-    measure: Callable[[], float],
+    judge: Callable[[], tuple[float, Right]],
     dtype: torch.dtype,
 ) -> None:
     """Measure the model as it would be stored; remember it where it is the best so far."""
     exact = {name: p.detach().clone() for name, p in parameters.items()}
     for parameter in parameters.values():
         parameter.copy_(parameter.to(dtype))
-    value = processes.agreed(measure())
-    if not history.curve or value < min(point["value"] for point in history.curve):
+    value, answers = processes.agreed(judge())
+    if history.add(step, value, answers):
         history.best = {n: p.detach().to(dtype, copy=True) for n, p in parameters.items()}
-        history.best_step = step
-    history.curve.append({"step": step, "value": value})
+    if answers:
+        _say(history.curve[-1])
     for name, parameter in parameters.items():
         parameter.copy_(exact[name])
+
+
+def _say(point: dict[str, Any]) -> None:
+    scores = ", ".join(f"{name} {value:.1f}" for name, value in point["tasks"].items())
+    logger.info(f"  step {point['step']}: held-out KL {point['value']:.4f}, {scores}")
+    for fall in point["falls"]:
+        logger.info(f"  step {point['step']}: {words(fall)}: not kept")
 
 
 def _keep(
@@ -160,6 +197,7 @@ def _keep(
         "optimizer": collected_state(optimizer),
         "curve": history.curve,
         "best_step": history.best_step,
+        "answers": history.answers,
         "best": {name: collected(best) for name, best in history.best.items()},
     }
     if not processes.leads():
@@ -190,4 +228,5 @@ def _restore(
             parameter.copy_(cut_like(state["parameters"][name], parameter))
     load_state(optimizer, state["optimizer"])
     best = {name: cut_like(best, parameters[name]) for name, best in state["best"].items()}
-    return state["step"], History(state["curve"], state["best_step"], best)
+    answers = state.get("answers", {})  # absent from a state written before tasks were asked
+    return state["step"], History(state["curve"], state["best_step"], best, answers)

@@ -16,6 +16,7 @@ from compress.algorithms.soft_labels import student_log_probabilities
 from compress.model import storage_dtype
 from compress.stage import Run
 from compress.training import long_window
+from compress.training.choosing import Right
 from compress.training.labels import NOTHING, Batch, Labels
 from compress.training.long_training import checkpointing
 from compress.training.long_window import before_head
@@ -118,9 +119,10 @@ def teach(
     course: Course,
     measure: Callable[[], float],
     run: Run,
+    ask: Callable[[], Right] | None = None,
 ) -> History:
     """Train `groups` of `model` on `batch` windows of `made` a step, of which several processes
-    each take a share; measured, kept and resumed as by `train`.
+    each take a share; measured, asked, kept and resumed as by `train`.
     """
     rows = order(len(made), course.epochs, run.config.seed)
 
@@ -144,6 +146,7 @@ def teach(
         run.work,
         what=course.name,
         dtype=storage_dtype(model.config, run.config.model.dtype),
+        ask=ask,
     )
 
 
@@ -158,7 +161,12 @@ def figures(history: History, made: Labels, batch: int, weights: int) -> dict[st
         "tokens": steps * step_tokens,
         "flops": 6 * weights * steps * step_tokens,
         "curve": [
-            {"step": p["step"], "tokens": p["step"] * step_tokens, "kl": p["value"]}
+            {
+                "step": p["step"],
+                "tokens": p["step"] * step_tokens,
+                "kl": p["value"],
+                **{key: p[key] for key in ("tasks", "falls") if key in p},
+            }
             for p in history.curve
         ],
     }

@@ -88,6 +88,8 @@ def test_no_model_is_told_by_the_name_of_its_field(cli: Cli) -> None:
         ("plan.memory=lots", "plan.memory is 'lots'; wanted a size such as 24GB"),
         ("extend.method=stretch", "extend.method is 'stretch'; wanted one of ntk, yarn, linear"),
         ("data.length=2", "data.length is 2; wanted at least 16"),
+        ("distill.tasks=[mmlu]", "distill.tasks: no suite called mmlu; there are knowledge"),
+        ("distill.tasks=[summaries]", "summaries is of kind generation, which takes too long"),
         (
             "model.path=/no/such/folder",
             "model.path=/no/such/folder: no such model; wanted a folder",

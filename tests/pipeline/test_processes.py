@@ -168,9 +168,13 @@ def test_a_model_cut_over_two_processes_learns_what_one_learns_killed_or_not(
 ) -> None:
     cut = with_all_but_distill(settings("cut"), alone)
     cut.distill.recompute = True
+    cut.distill.tasks, cut.distill.task_items = ["knowledge"], 4
     sharded = {"ACCELERATE_USE_FSDP": "true"}
     assert launched(lambda: killed_at(11, cut), **sharded) == [-signal.SIGKILL, 2]
     assert launched(lambda: pipeline.run(cut), **sharded) == [0, 0]
+    told = json.loads((stages_of(cut) / "distill.json").read_text())["metrics"]
+    assert told["tasks"]["knowledge"]["items"] == 4
+    assert all(point["tasks"]["knowledge"] in (0, 25, 50, 75, 100) for point in told["curve"])
     near(stages_of(cut), alone)
 
 

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from compress.eval.answers import ask
-from compress.eval.items import as_asked, items
+from compress.eval.items import Item, as_asked, items
 from compress.eval.likelihood import Row, scored, spaced
-from compress.eval.multiple_choice import can_share, likelihoods, scored_items, shared_tokens
+from compress.eval.multiple_choice import can_share, scored_items, shared_tokens
 from compress.eval.own import named
 from compress.qtensor import QuantSpec
 from compress.runtime.loader import load
@@ -143,8 +143,12 @@ def test_likelihoods_are_in_the_order_of_the_choices() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 261})).eval()
     tokenizer = make_tokenizer(bos=True)
-    questions = [("The sky is", ("blue", "very green")), ("首都是", ("北京", "上海", "广州"))]
-    found = likelihoods(model, tokenizer, questions, batch_size=4)
+    (task,) = named(["commonsense"])
+    its = [
+        Item("en", "The sky is", ("blue",), ("blue", "very green")),
+        Item("zh", "首都是", ("北京",), ("北京", "上海", "广州")),
+    ]
+    found = [answer.likelihoods for answer in ask(model, tokenizer, task, its, batch_size=4)]
     assert [len(of_item) for of_item in found] == [2, 3]
     wanted = one_by_one(model, tokenizer, "The sky is", " very green")
     assert found[0][1] == pytest.approx(wanted, rel=1e-4)

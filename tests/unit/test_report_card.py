@@ -141,6 +141,9 @@ def test_card_of_what_was_not_kept() -> None:
     card = model_card("r", "owner/model", {**METRICS, "distill": distill, "extend": extend})
     assert "was not kept" in card
     assert "distillation (not kept)" in card
+    assert "did not lower the held-out KL, and was not kept" in card
+    card = model_card("r", "owner/model", {**METRICS, "distill": distill | {"held_back": True}})
+    assert "did not lower the held-out KL without a task falling, and was not kept" in card
     assert "window" not in card
 
 

@@ -126,9 +126,37 @@ def test_stages_that_changed_nothing(run: SimpleNamespace) -> None:
     text = page(found)
     assert "Left as it was: 8,192 positions." in text
     assert "It did not help, and was not kept." in text
+    run.manifests["distill"]["metrics"] |= {"held_back": True}
+    assert "Where it helped, a task fell: it was not kept." in page(figures(run))
     said = {f["about"]: f["text"] for f in found["verdict"]["findings"]}
     assert said["Memory"].endswith("No limit was given to compare it with.")
     assert said["Distillation"] == "Not kept: held-out KL stays at 0.0131."
+
+
+def test_task_scores_stand_beside_the_kl_of_each_measure(run: SimpleNamespace) -> None:
+    assert "items</th>" not in page(figures(run))
+    distill = run.manifests["distill"]["metrics"]
+    for point, value in zip(distill["curve"], (62.5, 60.0, 40.0, 61.5, 57.5), strict=True):
+        point |= {"tasks": {"knowledge": value, "short_words": 52.5}, "falls": []}
+    fall = {"task": "knowledge", "before": 62.5, "after": 40.0, "p": 0.0117}
+    distill["curve"][2]["falls"] = [fall]
+    told = {
+        "knowledge": {"items": 40, "original": 65.0},
+        "short_words": {"items": 21, "original": 55},
+    }
+    distill |= {"tasks": told, "held_back": False}
+    found = figures(run)
+    text = page(found)
+    assert unfounded(text, found, said=SENTENCES) == []
+    shown = "".join(Tags(text).words)
+    assert "knowledge, 40 itemsshort words, 21 items" in shown.replace("\n", "")
+    rows = [re.sub("<.*?>", "|", row) for row in re.findall(r"<tr><td.*</tr>", text)]
+    assert "||original||||65.0||55.0||" in rows
+    assert "||20||0.0112||60.0||52.5||" in rows
+    assert "||40||0.0104||40.0, fell||52.5||" in rows
+    assert "Among the tasks that judge the result, too: knowledge; there they judge" in shown
+    run.manifests["score"]["metrics"]["tasks"][0]["name"] = "other"
+    assert "Among the tasks that judge" not in page(figures(run))
 
 
 def test_markdown_holds_verdict_and_tables(run: SimpleNamespace) -> None:
