@@ -143,7 +143,7 @@ def _judge(config: Config, steps: list[Step]) -> None:
     the recipe's limits.
     """
     both = config.only in (None, "score", "report")
-    names = ("score", "serve") if both else (config.only,)
+    names = {"score", "serve"} if both else {"serve"} & {config.only}
     found = {
         step.name: manifest["metrics"]
         for step in steps

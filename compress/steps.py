@@ -12,7 +12,7 @@ from compress.config import STAGES, Config
 from compress.errors import UserError
 from compress.eval.items import records
 from compress.eval.own import named
-from compress.eval.tasks import TASKS
+from compress.eval.tasks import TASKS, Task
 from compress.model_path import TINY, locate
 from compress.stage import Stage
 from compress.text import documents
@@ -59,11 +59,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     shared = {
         "model": _by_content(config.section("model"), content),
         "data": _by_content(config.section("data"), documents.fingerprint(config.data)),
-        "score_tasks": {
-            task.name: [source.fingerprint(file) for file in task.files]
-            for task in named(config.score.tasks)
-            if task not in TASKS
-        },
+        "score_tasks": _questions([t for t in named(config.score.tasks) if t not in TASKS]),
         "teacher": source.fingerprint(teacher) if teacher else None,
         "student": source.fingerprint(student) if student else None,
         "heldout": {
@@ -80,6 +76,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
         "kv_cache": config.serve.kv_cache,
         "gate": config.section("score")["gate"],
     }
+    learned_by = _questions(named(config.distill.tasks, "distill.tasks"))
     stages = [config.stage(name) for name in config.stages]
     kinds: dict[str, str] = {}
     made_by: dict[str, frozenset[str]] = {}  # of each kind: its stage, and those before it
@@ -103,7 +100,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
             "version": stage.version,
             stage.name: _section(config, stage.name),
             **{n: shared[n] if n in shared else config.section(n) for n in stage.shares},
-            **(_asked(config) if stage.name == "distill" else {}),
+            **({"distill_tasks": learned_by} if learned_by and stage.name == "distill" else {}),
             "inputs": {k: earlier if k == MANIFESTS else kinds[k] for k in stage.needs},
         }
         artifact = Artifact(stage.name, _folder(stage.name, out), out / "stages")
@@ -128,21 +125,20 @@ def _section(config: Config, name: str) -> dict[str, Any]:
     judges them, and where the original's are kept; and less the tasks of distill where it has none.
     """
     fields = config.section(name) if name != "source" else {}
-    without = {"gate", "originals"}
+    without = {"score": {"gate", "originals"}}.get(name, set())
     if name == "distill" and not config.distill.tasks:
-        without |= {"tasks", "task_items"}
+        without = {"tasks", "task_items"}
     return {field: value for field, value in fields.items() if field not in without}
 
 
-def _asked(config: Config) -> dict[str, Any]:
-    """What the tasks of distill, where it has any, ask: the settings of each and its questions."""
-    if not config.distill.tasks:
-        return {}
+def _questions(tasks: list[Task]) -> dict[str, str]:
+    """What tasks ask, by name: their settings and their data, by content."""
     found = {}
-    for task in named(config.distill.tasks, "distill.tasks"):
-        own = dataclasses.asdict(task) | {"file": None, "haystack": None}
-        found[task.name] = fingerprint({**own, "records": records(task)})
-    return {"distill_tasks": found}
+    for task in tasks:
+        settings = dataclasses.asdict(task) | {"file": None, "haystack": None}
+        texts = [file.read_text(encoding="utf-8") for file in task.files]
+        found[task.name] = fingerprint({**settings, "data": texts or records(task)})
+    return found
 
 
 def _by_content(section: dict[str, Any], content: str) -> dict[str, Any]:

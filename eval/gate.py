@@ -69,9 +69,16 @@ def broken(
         if took is None:
             found.append(f"no token was timed, at most {gate.token_ms:g} ms allowed")
         elif not took <= gate.token_ms:
-            told = plain(float(f"{took:.4g}"))  # 200.3 is not the limit of 200
-            found.append(f"{told} ms a token, at most {gate.token_ms:g} allowed")
+            found.append(
+                f"{_over(took, gate.token_ms)} ms a token, at most {gate.token_ms:g} allowed"
+            )
     return found
+
+
+def _over(took: float, limit: float) -> str:
+    """`took`, in as many digits as show that it is over the limit."""
+    rounded = (float(f"{took:.{digits}g}") for digits in (4, 7))
+    return next((plain(value) for value in rounded if value > limit), repr(took))
 
 
 def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:

@@ -87,6 +87,8 @@ class Judge:
         """
         reference, states = self._reference(dense)
         kept, known = self._original_folder(dense), (reference, states)
+        if self.originals is not None:
+            logger.info(f"  what the original answers is kept in {kept}")
         before = self._results(kept, "original", dense, known, "16")
         after = self._results(self._folder, "compressed", checkpoint, known, self.kv_cache)
         rows, outputs, drifts = [], [], []

@@ -108,9 +108,8 @@ def _gate(figures: Figures) -> Iterator[Finding]:
     limits += [f"{name} at most {most:g} points lower" for name, most in found["tasks"].items()]
     if found["token_ms"] is not None:
         took = milliseconds(figures["latency"]["after"]["tpot_ms"]["p50"])
-        limits.append(f"at most {found['token_ms']:g} ms a token ({took} measured)")
-    text = "; ".join(limits)
-    yield Finding("It passes the recipe's gate", f"{text[0].upper()}{text[1:]}.", "good")
+        limits.append(f"{took} a token, at most {found['token_ms']:g} ms allowed")
+    yield Finding("It passes the recipe's gate", f"{'; '.join(limits)}.", "good")
 
 
 def _fits(figures: Figures) -> Iterator[Finding]:

@@ -40,7 +40,9 @@ class Decoder:
     """`model` for one greedy request at a time.
 
     The model's bf16 linears are told to run single tokens through compress.kernels.dense, which
-    gives other last bits than a batch has: for batches, or to train, load it once more.
+    gives other last bits than a batch has: for batches, or to train, load it once more. The tensors
+    are taken as they are now: after load_state_dict or a move, make another. One request at a time:
+    a second takes the cache of the first.
     kv_cache: one of KV_CACHES; only 16 is compiled for. compile: one of COMPILE. Raises UserError
     for another. Where the step cannot be compiled a line says why, and `compiled` is false.
     """
@@ -88,11 +90,15 @@ class Decoder:
         cache = cache_for(self.model, self.kv_cache)
         self._step(first, cache)
         try:
-            self._compiled_step(first, self._of_fixed_size(cache, size))
+            fixed = self._of_fixed_size(cache, size)
+            # The first call compiles; on a GPU the second records the graph, the third replays it.
+            for _ in range(3 if first.is_cuda else 1):
+                self._compiled_step(first, fixed)
         except RuntimeError as error:  # of dynamo, inductor and the compiler
             # The first line alone may only name the backend.
             _say_not_compiled(" ".join(str(error).split("\n")[:2]))
             self._compiled = None
+            self._fixed.clear()
             return 0.0
         self._compiled_for.add(size)
         seconds = time.perf_counter() - start
@@ -168,7 +174,7 @@ def _use_dense_products(model: PreTrainedModel) -> None:
 
 
 def _dense_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return dense.Dense(module.weight, module.bias)(x)
+    return dense.linear(x, module.weight, module.bias)
 
 
 def _why_not(model: PreTrainedModel, kv_cache: str) -> str | None:

@@ -6,33 +6,46 @@ where they are.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compress.kernels import dense
+from compress.kernels.dense import Dense
+from compress.kernels.w8a8.cpu import Int8
+from compress.kernels.wna16.cpu import Packed
 from compress.runtime.linear import QuantLinear
 
+Product = Callable[[Tensor], Tensor]
+"""One token [1, K] to [1, N]."""
+JOINABLE = (Dense, Int8, Packed)
 
-def joined(linears: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
-    """One token [1, K] to the outputs of `linears` side by side: by one product where they are of
-    one format, else by theirs.
+
+def joined(linears: Sequence[nn.Module]) -> Product:
+    """One token [1, K] to the outputs of `linears` side by side: neighbours of one format by one
+    product. The tensors are taken as they are now.
     """
-    parts = [_bound(linear) for linear in linears]
-    kinds = {type(part) for part in parts}
-    join = getattr(kinds.pop(), "joined", None) if len(kinds) == 1 else None
-    run = join(parts) if join is not None else None
-    if run is not None:
-        return run
-    forwards = [linear.forward for linear in linears]
-    return lambda x: torch.cat([forward(x) for forward in forwards], -1)
+    products: list[Product] = []
+    for _, same in groupby([_bound(linear) for linear in linears], type):
+        products += _together(list(same))
+    if len(products) == 1:
+        return products[0]
+    return lambda x: torch.cat([product(x) for product in products], -1)
 
 
-def _bound(linear: Any) -> Any:
-    """The kernel and the tensors that serve `linear`."""
-    if isinstance(linear, QuantLinear):
+def _together(parts: list[Any]) -> list[Product]:
+    """One product for all `parts`, of one type, or theirs."""
+    join = type(parts[0]).joined if isinstance(parts[0], JOINABLE) and len(parts) > 1 else None
+    one = join(parts) if join else None
+    return parts if one is None else [one]
+
+
+def _bound(linear: nn.Module) -> Product:
+    """The kernel and the tensors that serve `linear`; `linear` itself where there is none."""
+    if isinstance(linear, QuantLinear) and linear.kernel is not None:
         return linear.kernel
     if type(linear) is nn.Linear and dense.takes(linear.weight):
-        return dense.Dense(linear.weight, linear.bias)
-    return None
+        return Dense(linear.weight, linear.bias)
+    return linear

@@ -46,7 +46,7 @@ class Room:
 class TokenStep:
     """The step of a model to which `why_not` objects nothing.
 
-    Its linears are called as they are, so compress.runtime.decode prepares them for single tokens.
+    Its linears are taken as they are now, prepared for single tokens by compress.runtime.decode.
     Scores of attention are summed in another order than the modules do: last bits of bf16 differ.
     """
 

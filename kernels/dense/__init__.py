@@ -20,26 +20,31 @@ FEW_TOKENS = 2
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether `Dense` is there for `weight`, which may take building it."""
+    """Whether `linear` is there for `weight`, which may take building it."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     return fits and weight.is_contiguous() and build.available()
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x` [..., K] to [..., N] in bf16; weight [N, K], bias [N] or None. Has no gradient."""
+    x_MK = x.reshape(-1, x.shape[-1])
+    if len(x_MK) > FEW_TOKENS:
+        return F.linear(x, weight, bias)
+    y_MN = torch.ops.compress_cpu.dense(x_MK.contiguous(), [weight])
+    if bias is not None:
+        y_MN += bias
+    return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+
+
 @dataclass(frozen=True)
 class Dense:
-    """`x` [..., K] to [..., N] in bf16; weight [N, K], bias [N] or None. Has no gradient."""
+    """`linear` with its tensors."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        x_MK = x.reshape(-1, x.shape[-1])
-        if len(x_MK) > FEW_TOKENS:
-            return F.linear(x, self.weight, self.bias)
-        y_MN = torch.ops.compress_cpu.dense(x_MK.contiguous(), [self.weight])
-        if self.bias is not None:
-            y_MN += self.bias
-        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+        return linear(x, self.weight, self.bias)
 
     @staticmethod
     def joined(parts: "Sequence[Dense]") -> Callable[[Tensor], Tensor]:

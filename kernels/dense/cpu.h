@@ -12,7 +12,7 @@ void dense_row(const float* x, const BFloat16* w, BFloat16* y, int64_t n, int64_
   Floats even[TOKENS] = {}, odd[TOKENS] = {};
   for (int64_t j = 0; j < whole; j += 2 * LANES) {
     prefetch(w + j);
-    const Floats first = widen(w + j), second = widen(w + j + LANES);
+    const Floats first = floats(w + j), second = floats(w + j + LANES);
     for (int64_t i = 0; i < TOKENS; i++) {
       even[i] += first * load<Floats>(x + i * k + j);
       odd[i] += second * load<Floats>(x + i * k + j + LANES);

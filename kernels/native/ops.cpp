@@ -1,4 +1,4 @@
-// The CPU's products for a few tokens as operators of torch; build.py has their Python side.
+// What the CPU does itself as operators of torch; build.py has their Python side.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
@@ -87,6 +87,7 @@ Tensor w8a8_as(const Tensor& x, at::TensorList weights, at::TensorList sums,
 
 Tensor w8a8(const Tensor& x, at::TensorList weights, at::TensorList sums, at::TensorList scales,
             const optional<Tensor>& bias) {
+  if (bias) expect("bias", *bias, {rows_of(weights)});
   TORCH_CHECK(sums.size() == weights.size() && scales.size() == weights.size(), weights.size(),
               " weights, ", sums.size(), " sums, ", scales.size(), " scales; wanted as many of each");
   if (x.scalar_type() == at::kFloat) {

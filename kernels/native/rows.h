@@ -1,9 +1,9 @@
-// What the products for a few tokens on CPU share: vectors, and rows shared out among threads.
+// What the CPU's kernels share: vectors, and rows shared out among threads.
 //
 //     x [M, K], weight [N, K], scales [N, G]  ->  y [M, N]
 //
-// M tokens, N output channels, K input channels, G groups. Several weights of one input are a product
-// of their own: their outputs lie side by side, N counts the rows of all. At decode the speed of memory should be
+// M tokens, N output channels, K input channels, G groups. Several weights of one input make one
+// product: their outputs lie side by side, and N counts the rows of all. At decode the speed of memory should be
 // all that counts, so each row of the weight is read once, as the checkpoint stores it, and
 // multiplied with up to TILE tokens while it is at hand. An output is summed in one order, whatever
 // M and the number of threads. Vectors are GCC's, which Clang has too: no instruction set is named.
@@ -42,7 +42,6 @@ Vector load(const void* from) {
 
 // 16 values of bf16: the upper halves of float32.
 inline Floats widen(Halves values) { return (Floats)(__builtin_convertvector(values, Words) << 16); }
-inline Floats widen(const BFloat16* from) { return widen(load<Halves>(from)); }
 
 // Rounded to bf16, to even; NaN stays NaN.
 inline Halves narrow(Floats values) {
@@ -51,7 +50,7 @@ inline Halves narrow(Floats values) {
   return __builtin_convertvector((values == values ? rounded : bits | 0x400000) >> 16, Halves);
 }
 
-inline Floats floats(const BFloat16* from) { return widen(from); }
+inline Floats floats(const BFloat16* from) { return widen(load<Halves>(from)); }
 inline Floats floats(const float* from) { return load<Floats>(from); }
 
 template <typename Vector, typename Value>

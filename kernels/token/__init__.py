@@ -5,7 +5,7 @@
     attention:  q, k turned by RoPE; k, v put into the cache; softmax(q k^T * scale) v
 
 H heads, KV heads of keys and values, D numbers a head, T tokens of room in the cache. As modules of
-torch these are 29 operations a block, views left out. `reference.py` is the truth.
+torch these are 31 operations a block, views left out. `reference.py` is the truth.
 """
 
 from typing import Any

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "../native/rows.h"
@@ -20,10 +21,10 @@ inline void rmsnorm(const BFloat16* x, const BFloat16* weight, BFloat16* y, int6
     y[i] = BFloat16(float(BFloat16(float(x[i]) * factor)) * float(weight[i]));
 }
 
-// e^x to 2^-22 of itself, from e^-87 to e^88, where it stays beyond: 2^n times a polynomial.
-inline Floats exp(Floats x) {
+// e^x to 2^-22 of itself: 2^n times a polynomial. Below e^-87 it stays, above e^88 it is infinite.
+inline Floats exp(Floats exponent) {
   constexpr float ROUND = 12582912;  // 3 * 2^22: what is added to it loses its fraction
-  x = x < -87.f ? Floats{} - 87.f : x;
+  Floats x = exponent < -87.f ? Floats{} - 87.f : exponent;
   x = x > 88.f ? Floats{} + 88.f : x;
   const Floats n = x * 1.44269504f + ROUND - ROUND;
   const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -33,7 +34,8 @@ inline Floats exp(Floats x) {
   p = p * r + 0.5f;
   p = p * r + 1.f;
   p = p * r + 1.f;
-  return p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+  const Floats power = p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+  return exponent > 88.f ? Floats{} + std::numeric_limits<float>::infinity() : power;
 }
 
 // exp of `size` values in place, less `peak`.
@@ -49,9 +51,9 @@ inline void exp_less(float* x, int64_t size, float peak) {
 inline void swiglu(const BFloat16* gate, const BFloat16* up, BFloat16* y, int64_t k) {
   const int64_t whole = k / LANES * LANES;
   for (int64_t i = 0; i < whole; i += LANES) {
-    const Floats x = widen(gate + i);
+    const Floats x = floats(gate + i);
     const Halves silu = narrow(x / (1.f + exp(-x)));
-    store(widen(silu) * widen(up + i), y + i);
+    store(widen(silu) * floats(up + i), y + i);
   }
   for (int64_t i = whole; i < k; i++) {
     const float x = float(gate[i]);

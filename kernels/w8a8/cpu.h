@@ -1,4 +1,5 @@
-// W8A8 for a few tokens on CPU: the bits of reference.py, so a bias waits for an addition of its own.
+// W8A8 on CPU: the whole product for a few tokens, and what surrounds oneDNN's for many. The bits are
+// those of reference.py, so a bias waits for an addition of its own.
 
 #pragma once
 
@@ -41,12 +42,15 @@ float quantize(const T* x, int64_t k, Q* q) {
     return finite ? 0 : std::numeric_limits<float>::quiet_NaN();
   }
   for (int64_t i = 0; i < whole; i += LANES) {
-    const Floats steps = floats(x + i) / scale + ROUND - ROUND;
+    Floats steps = floats(x + i) / scale + ROUND - ROUND;
+    // A scale next to zero is rounded by much of itself.
+    steps = steps > 127.f ? Floats{} + 127.f : steps;
+    steps = steps < -127.f ? Floats{} - 127.f : steps;
     const Bytes bytes = __builtin_convertvector(__builtin_convertvector(steps, Ints) + OFFSET, Bytes);
     std::memcpy(q + i, &bytes, sizeof(bytes));
   }
   for (int64_t i = whole; i < k; i++)
-    q[i] = Q(int(std::nearbyint(float(x[i]) / scale)) + OFFSET);
+    q[i] = Q(int(std::clamp(std::nearbyint(float(x[i]) / scale), -127.f, 127.f)) + OFFSET);
   return scale;
 }
 

@@ -1,10 +1,6 @@
 """W8A8 on CPU: cpu.h for a few tokens, `torch._int_mm` (oneDNN: VNNI or AMX) for more.
 
-In float32 both give the bits of the reference. Without a compiler `_int_mm` has all. At decode a
-linear takes tens of microseconds and each ATen call one to three, so around it there are few calls:
-no clamp (a row divided by its own absmax / 127 cannot leave [-127, 127]), no guard for a row of
-zeros (0 / 0 becomes some integer, which its scale of 0 wipes out), and the last multiplication
-casts to the output's dtype by writing into it.
+In float32 both give the bits of the reference. Without a compiler `_int_mm` has all.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +15,8 @@ from compress.kernels.native.bias import side_by_side
 from compress.kernels.w8a8 import reference
 
 # Tokens up to which cpu.h is faster than oneDNN, which multiplies by AMX or by VNNI: measured on
-# one core of a Xeon and of an EPYC, with weights that no cache holds (docs/kernels.md). The bits
-# are the same.
+# one core of a Xeon, and on an EPYC with torch's operations around oneDNN's product, with weights
+# that no cache holds (docs/kernels.md). The bits are the same.
 FEW_TOKENS = 4 if build.has("amx_int8") else 16
 # One dimension, so that bf16 divided by it promotes to float32, which a Python number would not.
 _STEPS = torch.tensor([127.0])
@@ -72,10 +68,11 @@ class Int8:
 
     def many(self, x_MK: Tensor) -> Tensor:
         """As three, with oneDNN's product in the middle."""
-        ops, exact = torch.ops.compress_cpu, x_MK.dtype if self.bias is None else torch.float32
+        ops = torch.ops.compress_cpu
+        dtype = x_MK.dtype if self.bias is None else torch.float32
         q_MK, scales_M = ops.quantize(x_MK)
         sums_MN = torch._int_mm(q_MK, self.weight.t())
-        y_MN = ops.rescale(sums_MN, self.scales, scales_M, exact)
+        y_MN = ops.rescale(sums_MN, self.scales, scales_M, dtype)
         return y_MN if self.bias is None else y_MN.add_(self.bias).to(x_MK.dtype)
 
     @staticmethod
@@ -90,11 +87,16 @@ class Int8:
 def quantize_per_token(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """As the reference, but the integers of a row of zeros are unspecified (its scale is 0)."""
     scale_M1 = x_MK.abs().amax(-1, True) / _STEPS
-    return (x_MK / scale_M1).round_().to(torch.int8), scale_M1
+    return (x_MK / scale_M1).round_().clamp_(-127, 127).to(torch.int8), scale_M1
 
 
 def linear(x: Tensor, *, weight_KN: Tensor, scale_N: Tensor, bias: Tensor | None) -> Tensor:
-    """`x` [..., K] to [..., N] in the dtype of `x`."""
+    """`x` [..., K] to [..., N] in the dtype of `x`, by torch alone.
+
+    Each ATen call takes one to three microseconds, so there are few: no guard for a row of zeros
+    (0 / 0 becomes some integer, which its scale of 0 wipes out), and the last multiplication casts
+    to the output's dtype by writing into it.
+    """
     q_MK, scale_M1 = quantize_per_token(x.reshape(-1, x.shape[-1]))
     acc_MN = torch._int_mm(q_MK, weight_KN) * scale_N
     y_MN = torch.empty(acc_MN.shape, dtype=x.dtype)

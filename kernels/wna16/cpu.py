@@ -104,10 +104,10 @@ class Packed:
         """One token [1, K] to the outputs of `parts` side by side, by one product; None where their
         bits or groups differ.
         """
-        weights, scales = [part.weight for part in parts], [part.scales for part in parts]
-        bits, bias = parts[0].bits, side_by_side(parts)
         if len({(part.bits, part.scales.shape[1]) for part in parts}) > 1:
             return None
+        weights, scales = [part.weight for part in parts], [part.scales for part in parts]
+        bits, bias = parts[0].bits, side_by_side(parts)
 
         def run(x: Tensor) -> Tensor:
             y_MN = torch.ops.compress_cpu.wna16(x, weights, scales, bits)

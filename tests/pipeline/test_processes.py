@@ -147,7 +147,7 @@ def test_two_processes_give_what_one_gives_and_go_on_where_they_were_killed(
     assert files(stages_of(two) / "distill") == files(stages_of(whole) / "distill")
 
 
-def near(found: Path, wanted: Path, stage: str = "distill", best: int = 14) -> None:
+def near(found: Path, wanted: Path, stage: str = "distill") -> None:
     """The students of two runs differ by no more than sums in another order do, rounded to 16 bit;
     some of it shows, or both would be the same computation.
     """
@@ -155,7 +155,8 @@ def near(found: Path, wanted: Path, stage: str = "distill", best: int = 14) -> N
     curves = [[point["kl"] for point in figures["curve"]] for figures in told]
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
     assert curves[0] != curves[1]
-    assert [figures["best_step"] for figures in told] == [best, best]
+    best = [figures["best_step"] for figures in told]
+    assert best[0] == best[1] > 0  # which step, the machine's arithmetic decides
     one, other = (load_file(s / stage / "model.safetensors") for s in (found, wanted))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
@@ -195,7 +196,7 @@ def test_two_processes_teach_a_smaller_model_as_one_does_killed_or_not(
     assert launched(lambda: killed_at(11, two, "shrink")) == [-signal.SIGKILL, 2]
     assert launched(lambda: pipeline.run(two)) == [0, 0]
     assert files(stages_of(two) / "shrink_labels") == files(stages_of(one) / "shrink_labels")
-    near(stages_of(two), stages_of(one), "shrink", 12)
+    near(stages_of(two), stages_of(one), "shrink")
 
 
 def test_a_process_without_a_window_is_refused(

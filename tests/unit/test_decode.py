@@ -1,9 +1,12 @@
 """Decoding one request: the tokens of `generate`, compiled or not, and what cannot be compiled."""
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -122,6 +125,52 @@ def test_a_token_without_modules_reads_quantized_weights(
         model(PROMPT, cache=cache, use_cache=True)
         found = TokenStep(model).logits(ids[:, -1:], Room.of(cache, 20))
         assert relative_error(found, model(ids).logits[:, -1]) < 0.03
+
+
+class Calls(TorchDispatchMode):
+    """Counts torch's operations by name, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.counted[func.overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("keeps_v", [True, False])
+def test_a_block_is_few_calls(
+    keeps_v: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q, K and V are one product, or two and what puts them side by side; gate and up are one."""
+    if not token.available():
+        pytest.skip("no C++ compiler here")
+    monkeypatch.setattr(
+        "tests.unit.test_runtime.KEPT", ("q_proj", "k_proj") + ("v_proj",) * keeps_v
+    )
+    LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16().save_pretrained(tmp_path / "dense")
+    quantized(tmp_path / "dense", tmp_path / "quantized", QuantSpec(8, activation_bits=8))
+    model = load(tmp_path / "quantized")
+    Decoder(model)
+    cache = cache_for(model, "16")
+    with torch.inference_mode():
+        model(PROMPT, cache=cache, use_cache=True)
+        step, room = TokenStep(model), Room.of(cache, 20)
+        with Calls() as calls:
+            step.logits(torch.tensor([[5]]), room)
+    blocks = SIZES["num_hidden_layers"]
+    found = {name: calls.counted[name] for name in ("dense", "w8a8", "attend", "swiglu", "rmsnorm")}
+    assert found == {
+        "dense": blocks + 1,  # with the head
+        "w8a8": (3 if keeps_v else 4) * blocks,
+        "attend": blocks,
+        "swiglu": blocks,
+        "rmsnorm": 2 * blocks + 1,
+    }
+    assert calls.counted["add"] == 2 * blocks
+    assert calls.counted["cat"] - (not keeps_v) * blocks <= 1  # of the rotary tables
 
 
 def test_what_has_no_step_without_modules() -> None:

@@ -57,6 +57,8 @@ def test_a_task_of_which_nothing_was_asked_is_no_pass() -> None:
     ("ms", "said"),
     [
         (200.3, "200.3 ms a token, at most 200 allowed"),
+        (200.04, "200.04 ms a token, at most 200 allowed"),
+        (200.0000004, "200.0000004 ms a token, at most 200 allowed"),
         (12345.0, "12,340 ms a token, at most 200 allowed"),
         (float("nan"), "nan ms a token, at most 200 allowed"),
         (None, "no token was timed, at most 200 ms allowed"),

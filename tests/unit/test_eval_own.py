@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from compress import steps
 from compress.errors import UserError
 from compress.eval.answers import ask, compare
 from compress.eval.items import items
@@ -226,3 +227,21 @@ def test_an_empty_prompt_leaves_the_choices_alone(tmp_path: Path) -> None:
     pair = {"choices": ["Two cats sleep.", "Two cats sleeps."], "gold": 0}
     (item,) = items(read(written(tmp_path, 'kind: choice\nprompt: ""', pair)))
     assert (item.prompt, item.references) == ("", ("Two cats sleep.",))
+
+
+def test_a_run_knows_a_task_by_what_it_asks(tmp_path: Path) -> None:
+    """Changed data or settings are another task; a copy elsewhere is the same."""
+    text = "data: wines.jsonl\nkind: cloze\nprompt: '{text}'\n"
+
+    def known(folder: str, settings: str = text, word: str = "white") -> dict[str, str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        data = json.dumps({"text": "Red or", "references": word}) + "\n"
+        (tmp_path / folder / "wines.jsonl").write_text(data)
+        (tmp_path / folder / "wines.yaml").write_text(settings)
+        return steps._questions([read(tmp_path / folder / "wines.yaml")])
+
+    first = known("first")
+    assert list(first) == ["wines"]
+    assert known("second") == first
+    assert known("first", word="green") != first
+    assert known("first", settings=text.replace("{text}", "{text}?")) != first
