@@ -27,9 +27,9 @@ import torch
 from transformers import PreTrainedModel
 
 from compress.artifact import write_json
-from compress.machine import PeakMemory, hardware, high_water, packages
-from compress.planning.memory import SERVING_PROCESS, Weights, needed, weights_of
-from compress.planning.probe import measure_cpu, small_step
+from compress.machine import PeakMemory, hardware, packages
+from compress.planning.memory import Weights, needed, weights_of
+from compress.planning.probe import held, measure_cpu, serving_process
 from compress.planning.shape import Shape, read_model, shape_of
 from compress.planning.timing import Clock
 from compress.quantization_config import read_quantization_config
@@ -87,8 +87,7 @@ def measure_memory(folder: str, batch: int, prompt: int) -> dict[str, int]:
     """What `memory_of` starts. Libraries load more of themselves at the first forward, which is
     not the model's: a small one is made first.
     """
-    small_step(time.perf_counter, blocks=1, context=64)
-    before = high_water()
+    before = held()
     model = load(Path(folder))
     with PeakMemory() as memory:
         answer(model, batch, prompt, time.perf_counter)
@@ -104,10 +103,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         timed = times(folder, weights, shape, options) if not options.memory else {}
         for setting in options.settings:
             batch, prompt = map(int, setting.split("x"))
-            held = memory_of(folder, batch, prompt, options.threads)
+            resident = memory_of(folder, batch, prompt, options.threads)
             parts = needed(shape, weights, "16", batch, prompt + NEW, prompts=batch)
-            row = {"scheme": weights.scheme, "setting": setting, "before": held["before"]}
-            row["memory"] = SERVING_PROCESS + sum(parts.values()), held["peak"]
+            row = {"scheme": weights.scheme, "setting": setting, "before": resident["before"]}
+            row["memory"] = serving_process() + sum(parts.values()), resident["peak"]
             rows.append(row | timed.get(setting, {}))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows

@@ -20,9 +20,6 @@ HALF = 2  # bytes of an activation in 16 bit
 LOGIT = 4  # bytes of a logit
 OVERHEAD = 0.05
 """Share of the card that the driver, the allocator's gaps and the engine keep for themselves."""
-SERVING_PROCESS = 465_000_000
-"""Python, torch, transformers and our kernels on CPU: 451 MB before a model is there, 8 to 13 more
-once SmolLM2 has answered, in 16 bit, INT8 and INT4 (docs/planning.md)."""
 LONGEST = 1 << 24
 """Tokens beyond which no length is looked for."""
 SCHEMES = (

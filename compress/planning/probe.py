@@ -4,9 +4,11 @@ Takes some ten seconds. Linears, heads and norms are of the model's own size, th
 """
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import psutil
@@ -17,7 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from compress.kernels.bench import bind, random_weight
-from compress.machine import hardware
+from compress.machine import hardware, high_water
 from compress.planning.devices import CPU, Curve, Device
 from compress.planning.shape import Shape
 from compress.qtensor import QuantSpec
@@ -35,6 +37,8 @@ KINDS = {"W8A8": QuantSpec(8, activation_bits=8), "W8A16": QuantSpec(8), "W4A16"
 
 Timer = Callable[[], float]
 Linear = Callable[[Tensor], Tensor]
+SETTLING = 10_000_000
+"""Bytes that the process takes more once a model has answered: 8 to 13 MB with SmolLM2."""
 
 
 @torch.inference_mode()
@@ -150,6 +154,22 @@ def small_step(timer: Timer, blocks: int, context: int, **heads: Any) -> float:
 
     feed(context)
     return _seconds(timer, lambda: feed(1))
+
+
+@cache
+def serving_process() -> int:
+    """Bytes that Python, torch, transformers and our kernels take on this machine without a model:
+    in a process of its own that has answered with a very small one.
+    """
+    code = "from compress.planning import probe; print(probe.held())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1]) + SETTLING
+
+
+def held() -> int:
+    """Bytes resident at most in this process, once libraries have loaded what a forward needs."""
+    small_step(time.perf_counter, blocks=1, context=64)
+    return high_water()
 
 
 def _seconds(timer: Timer, work: Callable[[], object], repeats: int = 10) -> float:

@@ -11,7 +11,6 @@ from compress.planning.context import long_context, within
 from compress.planning.devices import CPU, Device
 from compress.planning.memory import (
     OVERHEAD,
-    SERVING_PROCESS,
     Weights,
     all_schemes,
     cache_room,
@@ -49,8 +48,14 @@ class Question:
 
     @property
     def process(self) -> int:
-        """Bytes of the device's memory that the serving process takes without a model."""
-        return SERVING_PROCESS if self.device.name == CPU else 0
+        """Bytes of the device's memory that the serving process takes without a model; those of
+        this machine's CPU are measured.
+        """
+        if self.device.name != CPU:
+            return 0
+        from compress.planning import probe  # here, since no plan for a GPU needs torch
+
+        return probe.serving_process()
 
     @property
     def left(self) -> int:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, LlamaConfig
 from compress.errors import UserError
 from compress.planning import probe
 from compress.planning.devices import CPU, GPUS
-from compress.planning.memory import SERVING_PROCESS, all_schemes
+from compress.planning.memory import all_schemes
 from compress.planning.requests import Request
 from compress.planning.shape import shape_of
 from compress.planning.study import Question, study
@@ -71,8 +71,16 @@ def test_the_benchmark_compares_a_model_with_its_plan(
     assert "TTFT" not in benchmark.table([{k: v for k, v in row.items() if k[0] != "t"}])
 
 
-def test_a_plan_for_a_cpu_counts_what_serves_the_model(tmp_path: Path) -> None:
+def test_the_process_without_a_model_is_measured() -> None:
+    found = probe.serving_process()
+    assert 200e6 < found < 1.5e9
+    assert probe.serving_process() == found
+
+
+def test_a_plan_for_a_cpu_counts_what_serves_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python and its libraries are no model, and on a small machine are most of the memory."""
+    process = 465_000_000
+    monkeypatch.setattr(probe, "serving_process", lambda: process)
     fields = LlamaConfig(**{k: v for k, v in SMALL.items() if k != "architectures"})
     shape = shape_of(fields, "small")
     gpu = GPUS["a10g"]
@@ -80,12 +88,10 @@ def test_a_plan_for_a_cpu_counts_what_serves_the_model(tmp_path: Path) -> None:
     cpu = replace(question, device=replace(gpu, name=CPU))
     plans = {name: study(asked) for name, asked in (("gpu", question), ("cpu", cpu))}
     assert plans["gpu"]["overhead"] == pytest.approx(0.05 * 10**9)
-    assert plans["cpu"]["overhead"] == pytest.approx(
-        SERVING_PROCESS + 0.05 * (10**9 - SERVING_PROCESS)
-    )
+    assert plans["cpu"]["overhead"] == pytest.approx(process + 0.05 * (10**9 - process))
     at_once = {name: plan["schemes"][0]["largest_batch"]["16"] for name, plan in plans.items()}
     token = 4 * 2 * 2 * 64 * 2  # blocks, K and V, KV heads, channels, bytes
-    less = 0.95 * SERVING_PROCESS / (512 * token + 4 * 1000)  # a request and its logits
+    less = 0.95 * process / (512 * token + 4 * 1000)  # a request and its logits
     assert at_once["gpu"] - at_once["cpu"] == pytest.approx(less, abs=1)
     with pytest.raises(UserError, match=r"wanted memory=4\d\d\.\dMB or more"):
         study(replace(cpu, memory=400_000_000))
