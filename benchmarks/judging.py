@@ -111,8 +111,7 @@ def result(report: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: report[name] for name in names}
     dropped = ("by_window", "worst")
     kept["fidelity"] = {k: v for k, v in report["fidelity"].items() if k not in dropped}
-    seconds = {stage["name"]: stage["seconds"] for stage in report["stages"]}
-    return {**kept, "headline": report["verdict"]["headline"], "seconds": seconds["score"]}
+    return {**kept, "headline": report["verdict"]["headline"]}
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
