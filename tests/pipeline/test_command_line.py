@@ -300,7 +300,7 @@ def test_a_token_that_takes_too_long_ends_with_status_3(
     assert ended(judged, "score.gate.token_ms=60000") == (0, "")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["gate"]["broken"] == []
-    assert "at most 60000 ms a token (" in report["verdict"]["findings"][0]["text"]
+    assert " a token, at most 60000 ms allowed." in report["verdict"]["findings"][0]["text"]
     assert made == {name: (stages / f"{name}.json").stat().st_mtime_ns for name in made}
     (stages / "serve.json").unlink()
     status, last = ended(judged, "score.gate.token_ms=60000", "only=report")

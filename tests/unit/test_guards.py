@@ -95,7 +95,7 @@ def test_stored_in_float16_weights_lose_bits_where_they_fall_below_its_normal_ra
 ) -> None:
     model = BlockModel(tiny_model)
     with model.block(1) as block:
-        times("mlp.gate_proj", 2.0**10)(block)
+        times("mlp.gate_proj", 2.0**12)(block)
         times("mlp.up_proj", 2.0**5)(block)
         times("mlp.down_proj", 2.0**-8)(block)
         for parameter in block.parameters():
