@@ -60,6 +60,9 @@ void store(Vector vector, Value* to) {
 }
 inline void store(Floats values, BFloat16* to) { store(narrow(values), to); }
 
+// To whole numbers, to even, below 2^22: 3 * 2^22 has no room for a fraction.
+inline Floats whole_numbers(Floats values) { return values + 12582912.f - 12582912.f; }
+
 // By halves, because one lane after the other waits for each addition.
 inline float sum(Floats values) {
   typedef float Half __attribute__((vector_size(2 * LANES)));

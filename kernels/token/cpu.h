@@ -23,10 +23,9 @@ inline void rmsnorm(const BFloat16* x, const BFloat16* weight, BFloat16* y, int6
 
 // e^x to 2^-22 of itself: 2^n times a polynomial. Below e^-87 it stays, above e^88 it is infinite.
 inline Floats exp(Floats exponent) {
-  constexpr float ROUND = 12582912;  // 3 * 2^22: what is added to it loses its fraction
   Floats x = exponent < -87.f ? Floats{} - 87.f : exponent;
   x = x > 88.f ? Floats{} + 88.f : x;
-  const Floats n = x * 1.44269504f + ROUND - ROUND;
+  const Floats n = whole_numbers(x * 1.44269504f);
   const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
   Floats p = r * (1.f / 720) + 1.f / 120;
   p = p * r + 1.f / 24;

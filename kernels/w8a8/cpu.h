@@ -21,7 +21,6 @@ typedef int8_t Bytes __attribute__((vector_size(LANES)));
 template <typename T, typename Q>
 float quantize(const T* x, int64_t k, Q* q) {
   constexpr int OFFSET = std::is_unsigned_v<Q> ? 128 : 0;
-  constexpr float ROUND = 12582912;  // 3 * 2^22: what is added to it is rounded, to even
   const int64_t whole = k / LANES * LANES;
   Floats peaks = {}, poisons = {};
   for (int64_t i = 0; i < whole; i += LANES) {
@@ -42,7 +41,7 @@ float quantize(const T* x, int64_t k, Q* q) {
     return finite ? 0 : std::numeric_limits<float>::quiet_NaN();
   }
   for (int64_t i = 0; i < whole; i += LANES) {
-    Floats steps = floats(x + i) / scale + ROUND - ROUND;
+    Floats steps = whole_numbers(floats(x + i) / scale);
     // A scale next to zero is rounded by much of itself.
     steps = steps > 127.f ? Floats{} + 127.f : steps;
     steps = steps < -127.f ? Floats{} - 127.f : steps;
