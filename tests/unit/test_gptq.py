@@ -101,7 +101,7 @@ def main() -> None:
     """Print the peak beside a Hessian while it is factored, in matrices of its size."""
     gptq_module.TOGETHER = 64
     hessian = torch.eye(2048) + 0.1
-    factor(torch.eye(512))  # what the libraries take once
+    factor(torch.eye(2048))  # what the libraries take once for a matrix of this size
     with PeakMemory() as memory:
         before = high_water()
         factor(hessian)
