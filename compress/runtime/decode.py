@@ -11,19 +11,17 @@ through compress.kernels.dense.
 
 import time
 from collections.abc import Callable, Iterator
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from compress.errors import UserError
-from compress.kernels import dense
 from compress.kernels.native.build import compiler
 from compress.log import logger
-from compress.runtime import token_step
+from compress.runtime import dense, token_step
 from compress.runtime.cache import cache_for
 from compress.runtime.token_step import Room, TokenStep
 
@@ -40,7 +38,7 @@ class Decoder:
     """`model` for one greedy request at a time.
 
     The model's bf16 linears are told to run single tokens through compress.kernels.dense, which
-    gives other last bits than a batch has: for batches, or to train, load it once more. The tensors
+    without AMX gives other last bits than a batch has: for batches load it once more. The tensors
     are taken as they are now: after load_state_dict or a move, make another. One request at a time:
     a second takes the cache of the first.
     kv_cache: one of KV_CACHES; only 16 is compiled for. compile: one of COMPILE. Raises UserError
@@ -56,7 +54,7 @@ class Decoder:
         self._compiled: Step | None = None
         self._compiled_for: set[int] = set()
         self._fixed: dict[int, StaticCache] = {}
-        _use_dense_products(model)
+        dense.use(model)
         without = token_step.why_not(model, cache_for(model, kv_cache))
         self._token_step = None if without else TokenStep(model)
         if compile == "auto":
@@ -165,16 +163,6 @@ def _compile(step: Step, device: str) -> Step:
 def capacity(length: int) -> int:
     """Tokens that the cache of fixed size for a request of `length` tokens holds."""
     return max(LEAST_CAPACITY, 1 << (length - 1).bit_length())
-
-
-def _use_dense_products(model: PreTrainedModel) -> None:
-    for module in model.modules():
-        if type(module) is nn.Linear and dense.takes(module.weight):
-            module.forward = MethodType(_dense_forward, module)  # type: ignore[method-assign]
-
-
-def _dense_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return dense.linear(x, module.weight, module.bias)
 
 
 def _why_not(model: PreTrainedModel, kv_cache: str) -> str | None:

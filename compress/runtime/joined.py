@@ -1,4 +1,4 @@
-"""Linears that read the same input as one product, for a token at a time on CPU.
+"""Products for a token at a time on CPU, those of linears that read the same input as one.
 
 A small model's products take a few microseconds each, and starting the threads for one takes about
 as long: Q, K and V, and gate and up, are each a product over the rows of all. Their weights stay
@@ -37,7 +37,7 @@ def joined(linears: Sequence[nn.Module]) -> Product:
 
 def _together(parts: list[Any]) -> list[Product]:
     """One product for all `parts`, of one type, or theirs."""
-    join = type(parts[0]).joined if isinstance(parts[0], JOINABLE) and len(parts) > 1 else None
+    join = type(parts[0]).joined if isinstance(parts[0], JOINABLE) else None
     one = join(parts) if join else None
     return parts if one is None else [one]
 

@@ -2,7 +2,7 @@
 
 The modules of a block like Llama's are 40 operations of torch a token, views left out, and in a
 small model these and Python take about as long as the products. Here a block is 10 calls. The
-products are the modules' own, those of one input joined (compress.runtime.joined); norms, SwiGLU,
+products are those for one token, of one input joined (compress.runtime.joined); norms, SwiGLU,
 RoPE and attention are compress.kernels.token.
 """
 
@@ -99,7 +99,7 @@ def _block(block: Any) -> Callable[..., Tensor]:
     before, between = _norm(block.input_layernorm), _norm(block.post_attention_layernorm)
     qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
     gate_up = joined([mlp.gate_proj, mlp.up_proj])
-    o, down = attention.o_proj.forward, mlp.down_proj.forward
+    o, down = joined([attention.o_proj]), joined([mlp.down_proj])
     if hasattr(attention, "q_norm"):
         qkv = _normed(qkv, attention)
     scale, attend, swiglu = attention.scaling, token.ops().attend, token.ops().swiglu

@@ -9,9 +9,11 @@
 #include <tuple>
 #include <vector>
 
+#include "../dense/amx.h"
 #include "../dense/cpu.h"
 #include "../token/cpu.h"
 #include "../w8a8/cpu.h"
+#include "../wna16/amx.h"
 #include "../wna16/cpu.h"
 #include "../wna16/pairs.h"
 
@@ -26,6 +28,8 @@ void expect(const char* name, const Tensor& operand, at::IntArrayRef sizes) {
   TORCH_CHECK(operand.sizes() == sizes && operand.is_contiguous(), name, " is ", operand.sizes(),
               " with strides ", operand.strides(), "; wanted contiguous ", sizes);
 }
+
+constexpr auto NO_AMX = "no AMX for this process; wanted a CPU and a Linux that have it";
 
 std::vector<float> as_floats(const Tensor& x) {
   const BFloat16* from = x.const_data_ptr<BFloat16>();
@@ -53,16 +57,41 @@ compress::Grid grid_of(const Tensor& words, const Tensor& scales, int64_t bits) 
   return {bits, groups, count * 32 / bits / groups};
 }
 
-Tensor dense(const Tensor& x, at::TensorList weights) {
-  const int64_t m = x.size(0), n = rows_of(weights), k = x.size(1);
-  expect("x", x, {m, k});
+std::vector<compress::Dense> dense_weights(const Tensor& x, at::TensorList weights) {
+  const int64_t k = x.size(1);
+  expect("x", x, {x.size(0), k});
   std::vector<compress::Dense> each;
   for (const Tensor& weight : weights) {
     expect("weight", weight, {weight.size(0), k});
     each.push_back({weight.const_data_ptr<BFloat16>(), weight.size(0)});
   }
+  return each;
+}
+
+Tensor dense(const Tensor& x, at::TensorList weights) {
+  const int64_t m = x.size(0), n = rows_of(weights);
+  const auto each = dense_weights(x, weights);
   Tensor y = at::empty({m, n}, x.options());
-  compress::dense(as_floats(x).data(), each, y.data_ptr<BFloat16>(), m, n, k);
+  compress::dense(as_floats(x).data(), each, y.data_ptr<BFloat16>(), m, n, x.size(1));
+  return y;
+}
+
+bool amx() {
+#ifdef COMPRESS_AMX
+  return compress::amx_allowed();
+#else
+  return false;
+#endif
+}
+
+Tensor dense_amx(const Tensor& x, at::TensorList weights) {
+  TORCH_CHECK(amx(), NO_AMX);
+  const int64_t m = x.size(0), n = rows_of(weights);
+  const auto each = dense_weights(x, weights);
+  Tensor y = at::empty({m, n}, x.options());
+#ifdef COMPRESS_AMX
+  compress::dense_amx(x.const_data_ptr<BFloat16>(), each, y.data_ptr<BFloat16>(), m, n, x.size(1));
+#endif
   return y;
 }
 
@@ -142,24 +171,43 @@ Tensor rescale(const Tensor& sums, const Tensor& scales, const Tensor& token_sca
   return y;
 }
 
-Tensor wna16(const Tensor& x, at::TensorList words, at::TensorList scales, int64_t bits) {
-  const int64_t m = x.size(0), n = rows_of(words);
+std::vector<compress::Packed> packed_weights(at::TensorList words, at::TensorList scales) {
   TORCH_CHECK(scales.size() == words.size(), words.size(), " weights, ", scales.size(),
               " scales; wanted as many of each");
-  const compress::Grid grid = grid_of(words[0], scales[0], bits);
-  expect("x", x, {m, grid.groups * grid.group});
   std::vector<compress::Packed> each;
   for (size_t i = 0; i < words.size(); i++) {
     const int64_t rows = words[i].size(0);
     expect("words", words[i], {rows, words[0].size(1)});
-    expect("scales", scales[i], {rows, grid.groups});
+    expect("scales", scales[i], {rows, scales[0].size(1)});
     each.push_back({as_bytes(words[i]), scales[i].const_data_ptr<float>(), rows});
   }
+  return each;
+}
+
+Tensor wna16(const Tensor& x, at::TensorList words, at::TensorList scales, int64_t bits) {
+  const int64_t m = x.size(0), n = rows_of(words);
+  const auto each = packed_weights(words, scales);
+  const compress::Grid grid = grid_of(words[0], scales[0], bits);
+  expect("x", x, {m, grid.groups * grid.group});
   Tensor y = at::empty({m, n}, x.options());
   if (compress::pairs_take(grid))
     compress::pairs(x.const_data_ptr<BFloat16>(), each, y.data_ptr<BFloat16>(), m, n, grid);
   else
     compress::wna16(as_floats(x).data(), each, y.data_ptr<BFloat16>(), m, n, grid);
+  return y;
+}
+
+Tensor w4a16_amx(const Tensor& x, at::TensorList words, at::TensorList scales) {
+  TORCH_CHECK(amx(), NO_AMX);
+  const int64_t m = x.size(0), n = rows_of(words);
+  const auto each = packed_weights(words, scales);
+  const compress::Grid grid = grid_of(words[0], scales[0], 4);
+  expect("x", x, {m, grid.groups * grid.group});
+  TORCH_CHECK(grid.group % 64 == 0, "groups of ", grid.group, "; wanted a multiple of 64");
+  Tensor y = at::empty({m, n}, x.options());
+#ifdef COMPRESS_AMX
+  compress::w4a16_amx(x.const_data_ptr<BFloat16>(), each, y.data_ptr<BFloat16>(), m, n, grid);
+#endif
   return y;
 }
 
@@ -217,13 +265,16 @@ Tensor attend(const Tensor& qkv, const Tensor& cos, const Tensor& sin, Tensor& k
 }
 
 TORCH_LIBRARY(compress_cpu, library) {
+  library.def("amx() -> bool", amx);
   library.def("dense(Tensor x, Tensor[] weights) -> Tensor");
+  library.def("dense_amx(Tensor x, Tensor[] weights) -> Tensor");
   library.def(
       "w8a8(Tensor x, Tensor[] weights, Tensor[] sums, Tensor[] scales, Tensor? bias) -> Tensor");
   library.def("quantize(Tensor x) -> (Tensor, Tensor)");
   library.def(
       "rescale(Tensor sums, Tensor scales, Tensor token_scales, ScalarType dtype) -> Tensor");
   library.def("wna16(Tensor x, Tensor[] words, Tensor[] scales, int bits) -> Tensor");
+  library.def("w4a16_amx(Tensor x, Tensor[] words, Tensor[] scales) -> Tensor");
   library.def("dequantize(Tensor words, Tensor scales, int bits) -> Tensor");
   library.def("rmsnorm(Tensor x, Tensor weight, float eps) -> Tensor");
   library.def("swiglu(Tensor gate_up) -> Tensor");
@@ -234,10 +285,12 @@ TORCH_LIBRARY(compress_cpu, library) {
 
 TORCH_LIBRARY_IMPL(compress_cpu, CPU, library) {
   library.impl("dense", dense);
+  library.impl("dense_amx", dense_amx);
   library.impl("w8a8", w8a8);
   library.impl("quantize", quantize);
   library.impl("rescale", rescale);
   library.impl("wna16", wna16);
+  library.impl("w4a16_amx", w4a16_amx);
   library.impl("dequantize", dequantize);
   library.impl("rmsnorm", rmsnorm);
   library.impl("swiglu", swiglu);

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels import dense
 from compress.kernels.native import build
 from compress.kernels.native.bias import side_by_side
 from compress.qtensor import QuantSpec, dequantize, unpack_int32
@@ -42,7 +43,8 @@ def prepare(
     """Bind the weight `packed` int32 [N, words], repacked for the op that its shape allows."""
     if dtype == torch.bfloat16:
         if native_takes(in_features, spec) and build.available():
-            return Packed(packed, weight_scale.float(), spec.bits, bias)
+            by_amx = amx_takes(in_features, spec)
+            return Packed(packed, weight_scale.float(), spec.bits, bias, by_amx)
         # The int8 op reads K in sixteens: from any other K wrong sums, or memory not its own.
         if spec.bits == 8 and spec.group_size is None and in_features % 16 == 0:
             return _by_tokens(*_aten_int8(packed, weight_scale, in_features), bias)
@@ -78,31 +80,41 @@ def native_takes(k: int, spec: QuantSpec) -> bool:
     return k % width == 0 and width * spec.bits % 128 == 0
 
 
+def amx_takes(k: int, spec: QuantSpec) -> bool:
+    """Whether amx.h, where the CPU has AMX, dequantizes rows of K elements: by 64."""
+    return dense.has_amx() and spec.bits == 4 and (spec.group_size or k) % 64 == 0
+
+
 @dataclass(frozen=True)
 class Packed:
-    """[..., K] to [..., N] in bf16 by cpu.h. weight: the checkpoint's words, int32 [N, words];
-    scales [N, G] in float32; bias [N] or None.
+    """[..., K] to [..., N] in bf16. weight: the checkpoint's words, int32 [N, words]; scales [N, G]
+    in float32; bias [N] or None. by_amx: any number of tokens by amx.h, a token with the same bits
+    in any batch; otherwise few by cpu.h, in whose sums the weight is not rounded to bf16.
     """
 
     weight: Tensor
     scales: Tensor
     bits: int
     bias: Tensor | None
+    by_amx: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        ops, x_MK = torch.ops.compress_cpu, x.reshape(-1, x.shape[-1])
-        if len(x_MK) <= FEW_TOKENS:
-            y_MN = ops.wna16(x_MK.contiguous(), [self.weight], [self.scales], self.bits)
+        ops, x_MK = torch.ops.compress_cpu, x.reshape(-1, x.shape[-1]).contiguous()
+        if self.by_amx:
+            y_MN = ops.w4a16_amx(x_MK, [self.weight], [self.scales])
+        elif len(x_MK) <= FEW_TOKENS:
+            y_MN = ops.wna16(x_MK, [self.weight], [self.scales], self.bits)
         else:
-            y_MN = F.linear(x_MK, ops.dequantize(self.weight, self.scales, self.bits))
+            weight_NK = ops.dequantize(self.weight, self.scales, self.bits)
+            y_MN = dense.linear()(x_MK, weight_NK, None)
         if self.bias is not None:
             y_MN += self.bias
         return y_MN.view(*x.shape[:-1], y_MN.shape[1])
 
     @staticmethod
     def joined(parts: "Sequence[Packed]") -> Callable[[Tensor], Tensor] | None:
-        """One token [1, K] to the outputs of `parts` side by side, by one product; None where their
-        bits or groups differ.
+        """One token [1, K] to the outputs of `parts` side by side, by one product of cpu.h, which
+        reads a weight for one token fastest; None where their bits or groups differ.
         """
         if len({(part.bits, part.scales.shape[1]) for part in parts}) > 1:
             return None

@@ -1,9 +1,11 @@
 """The CPU kernels against the reference: fresh random inputs, odd shapes, every format."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from compress.kernels import dense, w8a8
 from compress.kernels.bench import bind, random_weight
@@ -127,25 +129,92 @@ def test_wna16(spec: QuantSpec, n: int, k: int, dtype: torch.dtype) -> None:
         assert check_linear(linear, x, weight) < TOLERANCE[dtype]
 
 
+def outputs_of(linear: dense.Linear, n: int, k: int, tokens: int) -> None:
+    """Holds a linear in bf16, with a bias and without, to the product in float64."""
+    weight = torch.randn(n, k, dtype=torch.bfloat16)
+    for bias in (torch.randn(n, dtype=torch.bfloat16), None):
+        x = torch.randn(2, tokens, k, dtype=torch.bfloat16)[:1]
+        y = linear(x, weight, bias)
+        assert y.dtype == x.dtype
+        assert y.shape == (1, tokens, n)
+        product = x.double() @ weight.double().t()
+        wanted = product if bias is None else product + bias
+        # Rounded, by 2^-8 at most, before the bias and after it; summed in float32.
+        bound = 2**-8 * (product.abs() + wanted.abs())
+        bound += 1e-5 * (x.abs().double() @ weight.abs().double().t())
+        assert ((y - wanted).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("n", [1, 17, 3000])
 @pytest.mark.parametrize("k", [1, 31, 63, 576])
 def test_dense(n: int, k: int) -> None:
-    weight = torch.randn(n, k, dtype=torch.bfloat16)
-    if not dense.takes(weight):
+    if not build.available():
         pytest.skip("no C++ compiler here")
-    for bias in (torch.randn(n, dtype=torch.bfloat16), None):
-        for tokens in (0, 1, 2, 3):
-            x = torch.randn(2, tokens, k, dtype=torch.bfloat16)[:1]
-            y = dense.Dense(weight, bias)(x)
-            assert y.dtype == x.dtype
-            assert y.shape == (1, tokens, n)
-            product = x.double() @ weight.double().t()
-            addend = torch.zeros(n) if bias is None else bias
-            wanted = product + addend
-            # Rounded, by 2^-8 at most, before the bias and after it; summed in float32.
-            bound = 2**-8 * (product.abs() + wanted.abs())
-            bound += 1e-5 * (x.abs().double() @ weight.abs().double().t())
-            assert ((y - wanted).abs() <= bound).all()
+    for tokens in (0, 1, 2, 3):
+        outputs_of(dense.for_few_tokens, n, k, tokens)
+
+
+@pytest.fixture
+def amx() -> None:
+    if not dense.has_amx():
+        pytest.skip("no AMX here")
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("n", [1, 16, 17, 100])
+@pytest.mark.parametrize("k", [1, 31, 64, 576])
+def test_amx(n: int, k: int) -> None:
+    for tokens in (0, 1, 15, 16, 17, 32, 33, 70):
+        outputs_of(dense.by_amx, n, k, tokens)
+
+
+@pytest.mark.usefixtures("amx")
+def test_amx_where_the_tokens_are_too_many_for_the_cache() -> None:
+    outputs_of(dense.by_amx, 70, 576, 1500)
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize(("n", "k"), [(576, 576), (40, 1536), (5, 33)])
+def test_by_amx_a_token_has_the_same_bits_in_any_batch(n: int, k: int) -> None:
+    weight, x = torch.randn(n, k).bfloat16(), torch.randn(1500, k).bfloat16()
+    alone = torch.cat([dense.by_amx(x[i : i + 1], weight, None) for i in range(40)])
+    for tokens in (2, 16, 17, 33, 40, 64, 200, 512, 1500):
+        together = dense.by_amx(x[:tokens], weight, None)[:40]
+        assert torch.equal(together, alone[:tokens])
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize(("n", "k", "group"), [(100, 576, 64), (7, 256, 128), (40, 192, None)])
+def test_w4a16_by_amx_is_the_dequantized_product(n: int, k: int, group: int | None) -> None:
+    weight = random_weight(n, k, QuantSpec(4, group), "cpu", torch.bfloat16)
+    words, scales = pack_int32(weight.ints, 4), weight.scales.float()
+    dequantized = torch.ops.compress_cpu.dequantize(words, scales, 4)
+    for tokens in (0, 1, 15, 17, 33, 70):
+        x = torch.randn(tokens, k).bfloat16()
+        y = torch.ops.compress_cpu.w4a16_amx(x, [words], [scales])
+        # The same products; only their order differs.
+        exact = x.double() @ dequantized.double().t()
+        bound = 2**-8 * exact.abs() + 1e-5 * (x.abs().double() @ dequantized.abs().double().t())
+        assert ((y - exact).abs() <= bound).all()
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("spec", [QuantSpec(4, 64), QuantSpec(4)], ids=str)
+def test_w4a16_by_amx_has_the_same_bits_in_any_batch(spec: QuantSpec) -> None:
+    linear = bind(random_weight(100, 576, spec, "cpu", torch.bfloat16), "cpu", torch.bfloat16)
+    x = torch.randn(1500, 576).bfloat16()
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(40)])
+    for tokens in (2, 16, 17, 40, 200, 1500):
+        assert torch.equal(linear(x[:tokens])[:40], alone[:tokens])
+
+
+@pytest.mark.usefixtures("amx")
+def test_amx_leaves_the_tiles_to_torch_as_they_were() -> None:
+    x, weight = torch.randn(50, 96).bfloat16(), torch.randn(70, 96).bfloat16()
+    before = F.linear(x, weight)
+    for tokens in (1, 50):
+        dense.by_amx(x[:tokens], weight, None)
+        assert torch.equal(F.linear(x, weight), before)
 
 
 @pytest.mark.parametrize("spec", [QuantSpec(8), QuantSpec(4, 64), QuantSpec(4, 32)], ids=str)
@@ -171,6 +240,8 @@ def test_linears_of_one_input_have_their_bits_as_one_product(spec: QuantSpec | N
         else:
             weight = random_weight(n, 576, spec, "cpu", torch.bfloat16)
             parts.append(bind(weight, "cpu", torch.bfloat16, bias))
+    if isinstance(parts[0], wna16_cpu.Packed):
+        parts = [dataclasses.replace(part, by_amx=False) for part in parts]
     x = torch.randn(1, 576, dtype=torch.bfloat16)
     wanted, before = torch.cat([part(x) for part in parts], -1), torch.get_num_threads()
     try:
@@ -181,6 +252,16 @@ def test_linears_of_one_input_have_their_bits_as_one_product(spec: QuantSpec | N
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("amx")
+def test_one_token_of_w4a16_is_multiplied_before_it_is_rounded() -> None:
+    """As where there is no AMX."""
+    weight = random_weight(100, 576, QuantSpec(4, 64), "cpu", torch.bfloat16)
+    linear: Any = bind(weight, "cpu", torch.bfloat16)
+    x = torch.randn(1, 576, dtype=torch.bfloat16)
+    words = dataclasses.replace(linear, by_amx=False)
+    assert torch.equal(type(linear).joined([linear])(x), words(x))
+
+
 def test_weights_of_other_groups_are_not_joined() -> None:
     if not build.available():
         pytest.skip("no C++ compiler here")
@@ -189,11 +270,12 @@ def test_weights_of_other_groups_are_not_joined() -> None:
     assert type(parts[0]).joined(parts) is None
 
 
-def test_the_number_of_threads_does_not_change_a_bit() -> None:
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_the_number_of_threads_does_not_change_a_bit(tokens: int) -> None:
     weight = torch.randn(3000, 576, dtype=torch.bfloat16)
     if not dense.takes(weight):
         pytest.skip("no C++ compiler here")
-    x = torch.randn(2, 576, dtype=torch.bfloat16)
+    x = torch.randn(tokens, 576, dtype=torch.bfloat16)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from compress.kernels.dense import has_amx
 from compress.kernels.native import build
 
 HERE = Path(__file__).parent
@@ -32,6 +33,17 @@ FAULTS = (
     ("token/cpu.h", "i < half ? -float", "i < half ? float", "test_attention"),
 )
 """File, what stands there, the fault in its place, and the test that must fail."""
+if has_amx():
+    FAULTS += (
+        (
+            "native/amx.h",
+            "std::min(DEPTH, k - input)",
+            "std::min(DEPTH, k - input - 1)",
+            "test_amx",
+        ),
+        ("native/amx.h", "y + (first + SIDE) * n", "y + first * n", "test_by_amx"),
+        ("wna16/amx.h", "(stored, 4 * i)", "(stored, 4 * i + 1)", "test_w4a16_by_amx"),
+    )
 RUN = """
 import sys
 from pathlib import Path
@@ -42,8 +54,8 @@ assert build.available()
 sys.exit(pytest.main(sys.argv[2:]))
 """
 CHOSEN = (
-    "bits_of or many_tokens or dense or wna16 or dequantized_weight or int4_where or one_input or "
-    "rmsnorm or swiglu or attention"
+    "bits_of or many_tokens or dense or amx or wna16 or dequantized_weight or int4_where or "
+    "one_input or rmsnorm or swiglu or attention"
 )
 
 

@@ -38,6 +38,7 @@ def test_the_operators_are_sound_for_compilers(ops: Any) -> None:
     kept = torch.randn(2, 2, 5, 16).bfloat16()
     for operator, arguments in (
         (ops.dense, (x, [weight, weight])),
+        *([(ops.dense_amx, (x, [weight, weight]))] if dense.has_amx() else []),
         (ops.w8a8, (x, [ints] * 2, [sums] * 2, [scales] * 2, None)),
         (ops.w8a8, (x.float(), [ints], [sums], [scales], scales)),
         (ops.quantize, (x,)),
@@ -55,7 +56,8 @@ def test_the_operators_are_sound_for_compilers(ops: Any) -> None:
 def test_no_input_channels_give_zeros(ops: Any) -> None:
     x, scales, sums = torch.ones(1, 0).bfloat16(), torch.ones(4), torch.zeros(4, dtype=torch.int32)
     ints = torch.ones(4, 0, dtype=torch.int8)
-    assert not ops.dense(x, [ints.bfloat16()]).any()
+    for product in (ops.dense, *([ops.dense_amx] if dense.has_amx() else [])):
+        assert not product(x, [ints.bfloat16()]).any()
     assert not ops.w8a8(x, [ints], [sums], [scales], None).any()
 
 
@@ -82,6 +84,13 @@ def test_operands_that_do_not_fit_are_refused(ops: Any) -> None:
         with pytest.raises(RuntimeError, match=rf" words in {groups} groups; wanted whole vectors"):
             ops.dequantize(cut, torch.ones(64, groups), 4)
     assert not dense.takes(weight.t())
+
+
+def test_amx_where_there_is_none_is_refused(ops: Any) -> None:
+    if dense.has_amx():
+        pytest.skip("there is")
+    with pytest.raises(RuntimeError, match="no AMX for this process"):
+        ops.dense_amx(torch.ones(1, 32).bfloat16(), [torch.ones(1, 32).bfloat16()])
 
 
 def test_what_keeps_the_kernels_from_being_built_is_told_in_a_line(
