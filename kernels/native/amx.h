@@ -1,16 +1,16 @@
-// Products in bf16 by AMX: y_MN = x_MK @ w_NK^T, summed in float32 and rounded once.
+// Products by AMX: y_MN = x_MK @ w_NK^T, of bf16 summed in float32, or of int8 in int32.
 //
 // A tile of registers has 16 rows of 64 bytes. Those of the weight are 16 of its rows, 32 inputs of
-// each, as they lie in memory. Those of x hold pairs of inputs below each other, 16 tokens side by
-// side, and x is laid out so beforehand. What comes is y transposed, and is put right as it is
-// rounded. An output is summed in one order, whatever M and the number of threads: a token's outputs
-// have the same bits alone and in any batch, which oneDNN's do not.
+// each (64 of int8), as they lie in memory. Those of x hold 4 bytes of inputs below each other, 16
+// tokens side by side, and x is laid out so beforehand. What comes is y transposed, and is put right
+// as it is rounded. An output is summed in one order, whatever M and the number of threads: a token's
+// outputs have the same bits alone and in any batch, which oneDNN's of bf16 do not.
 
 #pragma once
 
 #include "rows.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
 #define COMPRESS_AMX
 
 #include <immintrin.h>
@@ -22,7 +22,7 @@
 namespace compress {
 
 constexpr int64_t SIDE = 16;            // rows of a tile
-constexpr int64_t DEPTH = 32;           // inputs of a tile
+constexpr int64_t LINE = 64;            // bytes of a row of a tile, and of the cache's lines
 constexpr int64_t BLOCK = 2 * SIDE;     // channels, and tokens, of one block of outputs: 4 tiles
 constexpr int64_t L2_BYTES = 3 << 19;  // of x that are gone through for each block of channels
 
@@ -53,7 +53,7 @@ class Tiles {
  public:
   Tiles() : before_(stored_shapes()) {
     Shapes full = {.palette = 1};
-    std::fill_n(full.bytes, 8, 2 * DEPTH);
+    std::fill_n(full.bytes, 8, LINE);
     std::fill_n(full.rows, 8, SIDE);
     load_shapes(full);
   }
@@ -84,37 +84,39 @@ inline void transpose(Square& square) {
   }
 }
 
-// x [M, K] as tiles: for 16 tokens after the other, for 32 inputs after the other; zeros beyond.
-inline std::unique_ptr<Square[]> in_tiles(const BFloat16* x, int64_t m, int64_t k) {
-  const int64_t panels = (m + SIDE - 1) / SIDE, depth = (k + DEPTH - 1) / DEPTH;
+// Lines of a row of so many bytes, the last perhaps not whole.
+inline int64_t lines_of(int64_t bytes) { return (bytes + LINE - 1) / LINE; }
+
+// x, M rows of `bytes`, as tiles: for 16 tokens after the other, for each line; zeros beyond.
+inline std::unique_ptr<Square[]> in_tiles(const char* x, int64_t m, int64_t bytes) {
+  const int64_t panels = (m + SIDE - 1) / SIDE, depth = lines_of(bytes);
   auto tiles = std::make_unique_for_overwrite<Square[]>(panels * depth);
-  const int64_t grain = rows_per_thread(2 * SIDE * k);
-  at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, panels, rows_per_thread(SIDE * bytes), [&](int64_t begin, int64_t end) {
     for (int64_t at = begin * depth; at < end * depth; at++) {
-      const int64_t token = at / depth * SIDE, input = at % depth * DEPTH;
-      const int64_t tokens = std::min(SIDE, m - token), bytes = 2 * std::min(DEPTH, k - input);
+      const int64_t token = at / depth * SIDE, from = at % depth * LINE;
+      const int64_t tokens = std::min(SIDE, m - token), there = std::min(LINE, bytes - from);
       Square& tile = tiles[at];
-      if (tokens < SIDE || bytes < 2 * DEPTH) tile = {};
+      if (tokens < SIDE || there < LINE) tile = {};
       for (int64_t i = 0; i < tokens; i++)
-        std::memcpy(&tile.rows[i], x + (token + i) * k + input, bytes);
+        std::memcpy(&tile.rows[i], x + (token + i) * bytes + from, there);
       transpose(tile);
     }
   });
   return tiles;
 }
 
-// 32 rows of a weight as tiles find them, `stride` values apart. ahead: what will be wanted next, of
-// which `lines` of the cache for each 32 inputs.
+// 32 rows of a weight as tiles find them, `stride` bytes apart. ahead: what will be wanted next, of
+// which `lines` of the cache for each line of a row.
 struct Tiled {
-  const BFloat16* values;
+  const void* values;
   int64_t stride;
   const void* ahead;
   int64_t lines;
 };
 
 // Sums of 32 channels and TWO ? 32 : 16 tokens, in tiles 0 to 3: [tokens / 16][channels / 16].
-// Of the lines ahead, those from `line` to `end` of each 32 inputs' are read from memory meanwhile.
-template <bool TWO>
+// Of the lines ahead, those from `line` to `end` of each line's are read from memory meanwhile.
+template <bool INTS, bool TWO>
 void multiply(const Tiled& w, const Square* x, int64_t depth, int64_t line, int64_t end) {
   asm volatile("" ::: "memory");  // nor do those that load tiles say what they read
   _tile_zero(0);
@@ -123,32 +125,40 @@ void multiply(const Tiled& w, const Square* x, int64_t depth, int64_t line, int6
   if (TWO) _tile_zero(3);
   for (int64_t d = 0; d < depth; d++) {
     for (int64_t i = line; i < end; i++)
-      __builtin_prefetch(static_cast<const char*>(w.ahead) + (d * w.lines + i) * 64);
-    const BFloat16 *upper = w.values + d * DEPTH, *lower = upper + SIDE * w.stride;
+      __builtin_prefetch(static_cast<const char*>(w.ahead) + (d * w.lines + i) * LINE);
+    const char *upper = static_cast<const char*>(w.values) + d * LINE;
+    const char *lower = upper + SIDE * w.stride;
     const Square *left = x + d, *right = left + depth;
-    _tile_loadd(4, upper, 2 * w.stride);
-    _tile_loadd(6, left, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, lower, 2 * w.stride);
-    _tile_dpbf16ps(1, 5, 6);
+    _tile_loadd(4, upper, w.stride);
+    _tile_loadd(6, left, LINE);
+    if (INTS) _tile_dpbssd(0, 4, 6); else _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, lower, w.stride);
+    if (INTS) _tile_dpbssd(1, 5, 6); else _tile_dpbf16ps(1, 5, 6);
     if (TWO) {
-      _tile_loadd(7, right, 64);
-      _tile_dpbf16ps(2, 4, 7);
-      _tile_dpbf16ps(3, 5, 7);
+      _tile_loadd(7, right, LINE);
+      if (INTS) _tile_dpbssd(2, 4, 7); else _tile_dpbf16ps(2, 4, 7);
+      if (INTS) _tile_dpbssd(3, 5, 7); else _tile_dpbf16ps(3, 5, 7);
     }
   }
 }
 
-// Sums [32 channels, 16 tokens] to y, whose rows are tokens. Rounded, two channels make a word.
-inline void put(const Square (&sums)[2], BFloat16* y, int64_t channels, int64_t tokens, int64_t n) {
+// The sums of 32 channels and 16 tokens.
+typedef Square Sums[2];
+
+// `sums` to y in bf16, whose rows are tokens. Rounded, two channels make a word. output(words, i)
+// makes floats of the sums of channel i.
+template <typename Output>
+void put(const Sums& sums, BFloat16* y, int64_t channels, int64_t tokens, int64_t n,
+         const Output& output) {
   typedef uint16_t Pairs __attribute__((vector_size(4 * LANES)));
   Square words;
-  for (int64_t i = 0; i < SIDE; i++) {
-    const Words* rows = &sums[2 * i / SIDE].rows[2 * i % SIDE];
-    const Pairs apart = (Pairs)_mm512_cvtne2ps_pbh((__m512)rows[1], (__m512)rows[0]);
-    words.rows[i] = (Words)__builtin_shufflevector(apart, apart, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20,
-                                                   5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11,
-                                                   27, 12, 28, 13, 29, 14, 30, 15, 31);
+  for (int64_t i = 0; i < BLOCK; i += 2) {
+    const Words* rows = &sums[i / SIDE].rows[i % SIDE];
+    const Floats even = output(rows[0], i), odd = output(rows[1], i + 1);
+    const Pairs apart = (Pairs)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    words.rows[i / 2] = (Words)__builtin_shufflevector(
+        apart, apart, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26,
+        11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
   }
   transpose(words);
   for (int64_t i = 0; i < tokens; i++) {
@@ -159,46 +169,63 @@ inline void put(const Square (&sums)[2], BFloat16* y, int64_t channels, int64_t 
   }
 }
 
-// All tokens' outputs of `channels` rows, from y's first column on.
-inline void outputs(const Tiled& w, const Square* x, BFloat16* y, int64_t channels, int64_t m,
-                    int64_t n, int64_t depth) {
+// All tokens' outputs of `channels` rows, from y's first column on; output_of(token) gives the
+// `output` of 16 tokens.
+template <bool INTS, typename OutputOf>
+void outputs(const Tiled& w, const Square* x, BFloat16* y, int64_t channels, int64_t m, int64_t n,
+             int64_t depth, const OutputOf& output_of) {
   const int64_t turns = (m + BLOCK - 1) / BLOCK;
-  Square left[2], right[2];
+  Sums left, right;
   for (int64_t turn = 0; turn < turns; turn++) {
-    const int64_t first = turn * BLOCK;
+    const int64_t first = turn * BLOCK, second = first + SIDE;
     const int64_t line = turn * w.lines / turns, end = (turn + 1) * w.lines / turns;
     const Square* from = x + first / SIDE * depth;
-    const bool two = m - first > SIDE;
+    const bool two = second < m;
     if (two)
-      multiply<true>(w, from, depth, line, end);
+      multiply<INTS, true>(w, from, depth, line, end);
     else
-      multiply<false>(w, from, depth, line, end);
-    _tile_stored(0, &left[0], 64);
-    _tile_stored(1, &left[1], 64);
-    if (two) _tile_stored(2, &right[0], 64);
-    if (two) _tile_stored(3, &right[1], 64);
-    put(left, y + first * n, channels, std::min(SIDE, m - first), n);
-    if (two) put(right, y + (first + SIDE) * n, channels, std::min(SIDE, m - first - SIDE), n);
+      multiply<INTS, false>(w, from, depth, line, end);
+    _tile_stored(0, &left[0], LINE);
+    _tile_stored(1, &left[1], LINE);
+    if (two) _tile_stored(2, &right[0], LINE);
+    if (two) _tile_stored(3, &right[1], LINE);
+    put(left, y + first * n, channels, std::min(SIDE, m - first), n, output_of(first));
+    if (two)
+      put(right, y + second * n, channels, std::min(SIDE, m - second), n, output_of(second));
   }
 }
 
 // Where rows of a weight are put for tiles: at the start of a cache line, zeros until written.
 class Room {
  public:
-  BFloat16* of(int64_t values) {
-    lines_.resize(std::max<int64_t>(lines_.size(), (values + DEPTH * SIDE - 1) / (DEPTH * SIDE)));
-    return reinterpret_cast<BFloat16*>(lines_.data());
+  char* of(int64_t bytes) {
+    squares_.resize(std::max<int64_t>(squares_.size(), bytes / sizeof(Square) + 1));
+    return reinterpret_cast<char*>(squares_.data());
   }
 
  private:
-  std::vector<Square> lines_;
+  std::vector<Square> squares_;
 };
 
-// The product of x [M, K] and all rows of `weights`. tiled(weight, row, rows, room) gives up to 32
-// rows of one of them as tiles find them.
-template <typename Weight, typename Rows>
-void amx_product(const BFloat16* x_MK, const std::vector<Weight>& weights, BFloat16* y_MN, int64_t m,
-                 int64_t n, int64_t k, const Rows& tiled) {
+// 32 rows of a weight [N, K], `rows` of which are there: where they lie, or copied to `room`.
+inline Tiled as_they_lie(const void* weight, int64_t row, int64_t rows, int64_t bytes, bool last,
+                         Room& room) {
+  const char* values = static_cast<const char*>(weight) + row * bytes;
+  if (rows == BLOCK && bytes % LINE == 0)
+    return {values, bytes, values + BLOCK * bytes, last ? 0 : BLOCK};
+  const int64_t stride = lines_of(bytes) * LINE;
+  char* copy = room.of(BLOCK * stride);
+  for (int64_t i = 0; i < rows; i++) std::memcpy(copy + i * stride, values + i * bytes, bytes);
+  return {copy, stride, nullptr, 0};
+}
+
+// The product of x, M rows of `bytes`, and all rows of `weights`.
+// tiled(weight, row, rows, room): up to 32 rows of one of them as tiles find them.
+// output_of(weight, row, rows, token): a function of sums of 16 tokens, and the channel of those
+// rows, that gives floats.
+template <bool INTS, typename Weight, typename TiledOf, typename OutputOf>
+void amx_product(const void* x, const std::vector<Weight>& weights, BFloat16* y_MN, int64_t m,
+                 int64_t n, int64_t bytes, const TiledOf& tiled, const OutputOf& output_of) {
   struct Block {
     const Weight* weight;
     int64_t row, out;
@@ -209,23 +236,30 @@ void amx_product(const BFloat16* x_MK, const std::vector<Weight>& weights, BFloa
     for (int64_t row = 0; row < weight.rows; row += BLOCK) blocks.push_back({&weight, row, out + row});
     out += weight.rows;
   }
-  const int64_t depth = (k + DEPTH - 1) / DEPTH;
-  const int64_t together = std::max(BLOCK, L2_BYTES / (2 * std::max<int64_t>(k, 1)) / BLOCK * BLOCK);
-  const int64_t grain = rows_per_thread(2 * BLOCK * k);
+  const int64_t depth = lines_of(bytes), grain = rows_per_thread(BLOCK * bytes);
+  const int64_t fit = L2_BYTES / std::max<int64_t>(bytes, 1);
+  const int64_t together = std::max(BLOCK, fit / BLOCK * BLOCK);
   for (int64_t first = 0; first < m; first += together) {
     const int64_t tokens = std::min(together, m - first);
-    const auto x = in_tiles(x_MK + first * k, tokens, k);
+    const auto tiles = in_tiles(static_cast<const char*>(x) + first * bytes, tokens, bytes);
     at::parallel_for(0, blocks.size(), grain, [&](int64_t begin, int64_t end) {
-      const Tiles tiles;
+      const Tiles configured;
       Room room;
       for (int64_t i = begin; i < end; i++) {
         const auto& [weight, row, to] = blocks[i];
         const int64_t rows = std::min(BLOCK, weight->rows - row);
-        outputs(tiled(*weight, row, rows, room), x.get(), y_MN + first * n + to, rows, tokens, n,
-                depth);
+        BFloat16* y = y_MN + first * n + to;
+        outputs<INTS>(tiled(*weight, row, rows, room), tiles.get(), y, rows, tokens, n, depth,
+                      [&](int64_t token) { return output_of(*weight, row, rows, first + token); });
       }
     });
   }
+}
+
+// Of sums in float32.
+template <typename Weight>
+auto as_summed(const Weight&, int64_t, int64_t, int64_t) {
+  return [](Words sums, int64_t) { return (Floats)sums; };
 }
 
 }  // namespace compress

@@ -29,6 +29,7 @@ TEXTS = (
     "dense/amx.h",
     "dense/cpu.h",
     "token/cpu.h",
+    "w8a8/amx.h",
     "w8a8/cpu.h",
     "wna16/amx.h",
     "wna16/cpu.h",
@@ -142,7 +143,7 @@ def _register_fakes() -> None:
     def product(x: Tensor, weights: list[Tensor], *_: object) -> Tensor:
         return x.new_empty((x.shape[0], sum(len(weight) for weight in weights)))
 
-    for name in ("dense", "dense_amx", "w8a8", "wna16", "w4a16_amx"):
+    for name in ("dense", "dense_amx", "w8a8", "w8a8_amx", "wna16", "w4a16_amx"):
         torch.library.register_fake(f"compress_cpu::{name}", product)
 
     @torch.library.register_fake("compress_cpu::quantize")

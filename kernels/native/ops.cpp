@@ -12,6 +12,7 @@
 #include "../dense/amx.h"
 #include "../dense/cpu.h"
 #include "../token/cpu.h"
+#include "../w8a8/amx.h"
 #include "../w8a8/cpu.h"
 #include "../wna16/amx.h"
 #include "../wna16/cpu.h"
@@ -95,11 +96,12 @@ Tensor dense_amx(const Tensor& x, at::TensorList weights) {
   return y;
 }
 
-template <typename T, typename Out>
-Tensor w8a8_as(const Tensor& x, at::TensorList weights, at::TensorList sums,
-               at::TensorList scales) {
-  const int64_t m = x.size(0), n = rows_of(weights), k = x.size(1);
-  expect("x", x, {m, k});
+std::vector<compress::Int8> int8_weights(int64_t k, at::TensorList weights, at::TensorList sums,
+                                         at::TensorList scales, const optional<Tensor>& bias) {
+  if (bias) expect("bias", *bias, {rows_of(weights)});
+  TORCH_CHECK(sums.size() == weights.size() && scales.size() == weights.size(), weights.size(),
+              " weights, ", sums.size(), " sums, ", scales.size(), " scales; wanted as many of each");
+  const float* of_rows = bias ? bias->const_data_ptr<float>() : nullptr;
   std::vector<compress::Int8> each;
   for (size_t i = 0; i < weights.size(); i++) {
     const int64_t rows = weights[i].size(0);
@@ -107,25 +109,43 @@ Tensor w8a8_as(const Tensor& x, at::TensorList weights, at::TensorList sums,
     expect("sums", sums[i], {rows});
     expect("scales", scales[i], {rows});
     each.push_back({weights[i].const_data_ptr<int8_t>(), sums[i].const_data_ptr<int32_t>(),
-                    scales[i].const_data_ptr<float>(), rows});
+                    scales[i].const_data_ptr<float>(), of_rows, rows});
+    if (of_rows) of_rows += rows;
   }
-  Tensor y = at::empty({m, n}, x.options().dtype(c10::CppTypeToScalarType<Out>::value));
-  compress::w8a8(x.const_data_ptr<T>(), each, y.data_ptr<Out>(), m, n, k);
+  return each;
+}
+
+template <typename T, typename Out>
+Tensor w8a8_as(const Tensor& x, const std::vector<compress::Int8>& weights, int64_t n) {
+  Tensor y = at::empty({x.size(0), n}, x.options().dtype(c10::CppTypeToScalarType<Out>::value));
+  compress::w8a8(x.const_data_ptr<T>(), weights, y.data_ptr<Out>(), x.size(0), n, x.size(1));
   return y;
 }
 
 Tensor w8a8(const Tensor& x, at::TensorList weights, at::TensorList sums, at::TensorList scales,
             const optional<Tensor>& bias) {
-  if (bias) expect("bias", *bias, {rows_of(weights)});
-  TORCH_CHECK(sums.size() == weights.size() && scales.size() == weights.size(), weights.size(),
-              " weights, ", sums.size(), " sums, ", scales.size(), " scales; wanted as many of each");
+  const int64_t n = rows_of(weights), k = x.size(1);
+  expect("x", x, {x.size(0), k});
+  const auto each = int8_weights(k, weights, sums, scales, bias);
   if (x.scalar_type() == at::kFloat) {
-    const Tensor y = w8a8_as<float, float>(x, weights, sums, scales);
+    const Tensor y = w8a8_as<float, float>(x, each, n);
     return bias ? at::add(y, *bias) : y;
   }
-  if (bias)
-    return at::add(w8a8_as<BFloat16, float>(x, weights, sums, scales), *bias).to(at::kBFloat16);
-  return w8a8_as<BFloat16, BFloat16>(x, weights, sums, scales);
+  if (bias) return at::add(w8a8_as<BFloat16, float>(x, each, n), *bias).to(at::kBFloat16);
+  return w8a8_as<BFloat16, BFloat16>(x, each, n);
+}
+
+Tensor w8a8_amx(const Tensor& x, at::TensorList weights, at::TensorList sums, at::TensorList scales,
+                const optional<Tensor>& bias) {
+  TORCH_CHECK(amx(), NO_AMX);
+  const int64_t m = x.size(0), n = rows_of(weights), k = x.size(1);
+  expect("x", x, {m, k});
+  const auto each = int8_weights(k, weights, sums, scales, bias);
+  Tensor y = at::empty({m, n}, x.options());
+#ifdef COMPRESS_AMX
+  compress::w8a8_amx(x.const_data_ptr<BFloat16>(), each, y.data_ptr<BFloat16>(), m, n, k);
+#endif
+  return y;
 }
 
 template <typename T>
@@ -270,6 +290,8 @@ TORCH_LIBRARY(compress_cpu, library) {
   library.def("dense_amx(Tensor x, Tensor[] weights) -> Tensor");
   library.def(
       "w8a8(Tensor x, Tensor[] weights, Tensor[] sums, Tensor[] scales, Tensor? bias) -> Tensor");
+  library.def(
+      "w8a8_amx(Tensor x, Tensor[] weights, Tensor[] sums, Tensor[] scales, Tensor? bias) -> Tensor");
   library.def("quantize(Tensor x) -> (Tensor, Tensor)");
   library.def(
       "rescale(Tensor sums, Tensor scales, Tensor token_scales, ScalarType dtype) -> Tensor");
@@ -287,6 +309,7 @@ TORCH_LIBRARY_IMPL(compress_cpu, CPU, library) {
   library.impl("dense", dense);
   library.impl("dense_amx", dense_amx);
   library.impl("w8a8", w8a8);
+  library.impl("w8a8_amx", w8a8_amx);
   library.impl("quantize", quantize);
   library.impl("rescale", rescale);
   library.impl("wna16", wna16);

@@ -64,11 +64,12 @@ void rescale(const int32_t* sums, const float* scales, float scale, Out* y, int6
   for (int64_t i = whole; i < n; i++) y[i] = Out(float(sums[i]) * scales[i] * scale);
 }
 
-// sums: 128 times the sum of each row of the weight, which the 128 adds to its products.
+// sums: 128 times the sum of each row of the weight, which the 128 adds to its products. bias: of each
+// row, or nullptr; amx.h alone adds it.
 struct Int8 {
   const int8_t* values;
   const int32_t* sums;
-  const float* scales;
+  const float *scales, *bias;
   int64_t rows;
 };
 

@@ -1,6 +1,7 @@
 """W8A8 on CPU: cpu.h for a few tokens, `torch._int_mm` (oneDNN: VNNI or AMX) for more.
 
-In float32 both give the bits of the reference. Without a compiler `_int_mm` has all.
+Where the CPU has AMX, amx.h takes any number in bf16. In float32 the others give the bits of the
+reference. Without a compiler `_int_mm` has all.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.kernels import dense
 from compress.kernels.native import build
 from compress.kernels.native.bias import side_by_side
 from compress.kernels.w8a8 import reference
@@ -42,7 +44,8 @@ def prepare(
 
 @dataclass(frozen=True)
 class Int8:
-    """[..., K] to [..., N] by cpu.h, or for many tokens by `_int_mm` between two passes of it.
+    """[..., K] to [..., N] by amx.h, or by cpu.h, or for many tokens by `_int_mm` between two
+    passes of it: all with the same bits.
 
     weight int8 [N, K]; scales and bias [N] in float32; sums [N]: 128 times those of the rows.
     by_torch: the same without cpu.h, for inputs that are neither bf16 nor float32.
@@ -58,8 +61,16 @@ class Int8:
         if x.dtype not in (torch.bfloat16, torch.float32):
             return self.by_torch(x)
         x_MK = x.reshape(-1, x.shape[-1]).contiguous()
-        y_MN = self.few(x_MK) if len(x_MK) <= FEW_TOKENS else self.many(x_MK)
+        if x.dtype == torch.bfloat16 and dense.has_amx():
+            y_MN = self.by_amx(x_MK)
+        else:
+            y_MN = self.few(x_MK) if len(x_MK) <= FEW_TOKENS else self.many(x_MK)
         return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+
+    def by_amx(self, x_MK: Tensor) -> Tensor:
+        """As one operator, bf16 alone."""
+        op = torch.ops.compress_cpu.w8a8_amx
+        return op(x_MK, [self.weight], [self.sums], [self.scales], self.bias)
 
     def few(self, x_MK: Tensor) -> Tensor:
         """As one operator."""
@@ -81,7 +92,14 @@ class Int8:
         weights, sums = [part.weight for part in parts], [part.sums for part in parts]
         scales = [part.scales for part in parts]
         bias = side_by_side(parts)
-        return lambda x: torch.ops.compress_cpu.w8a8(x, weights, sums, scales, bias)
+        few = torch.ops.compress_cpu.w8a8
+        by_amx = torch.ops.compress_cpu.w8a8_amx if dense.has_amx() else few
+
+        def run(x: Tensor) -> Tensor:
+            op = by_amx if x.dtype == torch.bfloat16 else few
+            return op(x, weights, sums, scales, bias)
+
+        return run
 
 
 def quantize_per_token(x_MK: Tensor) -> tuple[Tensor, Tensor]:

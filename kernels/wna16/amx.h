@@ -57,17 +57,16 @@ inline std::unique_ptr<BFloat16[]> by_fours(const BFloat16* x, int64_t size) {
 inline void w4a16_amx(const BFloat16* x_MK, const std::vector<Packed>& weights, BFloat16* y_MN,
                       int64_t m, int64_t n, const Grid& grid) {
   const int64_t k = grid.groups * grid.group;
-  const int64_t stride = k + DEPTH;  // rows a power of two apart push each other out of the cache
+  const int64_t stride = 2 * k + LINE;  // a power of two apart rows push each other out of the cache
   const auto x = by_fours(x_MK, m * k);
   const auto tiled = [&](const Packed& w, int64_t row, int64_t rows, Room& room) {
-    BFloat16* values = room.of(BLOCK * stride);
+    char* values = room.of(BLOCK * stride);
     for (int64_t i = 0; i < rows; i++)
       dequantize_row(w.bytes + (row + i) * grid.row_bytes(), w.scales + (row + i) * grid.groups,
-                     values + i * stride, grid);
-    const uint8_t* ahead = w.bytes + (row + BLOCK) * grid.row_bytes();
-    return Tiled{values, stride, ahead, 0};
+                     reinterpret_cast<BFloat16*>(values + i * stride), grid);
+    return Tiled{values, stride, nullptr, 0};
   };
-  amx_product(x.get(), weights, y_MN, m, n, k, tiled);
+  amx_product<false>(x.get(), weights, y_MN, m, n, 2 * k, tiled, as_summed<Packed>);
 }
 
 }  // namespace compress

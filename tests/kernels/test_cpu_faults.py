@@ -35,13 +35,9 @@ FAULTS = (
 """File, what stands there, the fault in its place, and the test that must fail."""
 if has_amx():
     FAULTS += (
-        (
-            "native/amx.h",
-            "std::min(DEPTH, k - input)",
-            "std::min(DEPTH, k - input - 1)",
-            "test_amx",
-        ),
-        ("native/amx.h", "y + (first + SIDE) * n", "y + first * n", "test_by_amx"),
+        ("native/amx.h", "std::min(LINE, bytes - from)", "std::min(LINE, bytes / 2)", "test_amx"),
+        ("native/amx.h", "put(right, y + second", "put(right, y + first", "test_by_amx"),
+        ("w8a8/amx.h", "* tokens;", "* tokens * 2.f;", r"test_w8a8_has_the_bits\S*own"),
         ("wna16/amx.h", "(stored, 4 * i)", "(stored, 4 * i + 1)", "test_w4a16_by_amx"),
     )
 RUN = """

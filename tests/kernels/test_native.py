@@ -36,9 +36,14 @@ def test_the_operators_are_sound_for_compilers(ops: Any) -> None:
     ints, qkv = weight.to(torch.int8), torch.randn(1, 8 * 16).bfloat16()
     turns = torch.ones(2, 16).bfloat16()
     kept = torch.randn(2, 2, 5, 16).bfloat16()
+    by_amx = (
+        (ops.dense_amx, (x, [weight, weight])),
+        (ops.w8a8_amx, (x, [ints] * 2, [sums] * 2, [scales] * 2, None)),
+        (ops.w4a16_amx, (x, [grid[0]] * 2, [scales[:, None]] * 2)),
+    )
     for operator, arguments in (
+        *(by_amx if dense.has_amx() else ()),
         (ops.dense, (x, [weight, weight])),
-        *([(ops.dense_amx, (x, [weight, weight]))] if dense.has_amx() else []),
         (ops.w8a8, (x, [ints] * 2, [sums] * 2, [scales] * 2, None)),
         (ops.w8a8, (x.float(), [ints], [sums], [scales], scales)),
         (ops.quantize, (x,)),
@@ -56,9 +61,11 @@ def test_the_operators_are_sound_for_compilers(ops: Any) -> None:
 def test_no_input_channels_give_zeros(ops: Any) -> None:
     x, scales, sums = torch.ones(1, 0).bfloat16(), torch.ones(4), torch.zeros(4, dtype=torch.int32)
     ints = torch.ones(4, 0, dtype=torch.int8)
-    for product in (ops.dense, *([ops.dense_amx] if dense.has_amx() else [])):
-        assert not product(x, [ints.bfloat16()]).any()
+    assert not ops.dense(x, [ints.bfloat16()]).any()
     assert not ops.w8a8(x, [ints], [sums], [scales], None).any()
+    if dense.has_amx():
+        assert not ops.dense_amx(x, [ints.bfloat16()]).any()
+        assert not ops.w8a8_amx(x, [ints], [sums], [scales], None).any()
 
 
 def test_operands_that_do_not_fit_are_refused(ops: Any) -> None:
