@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.eval.length import read, sliding_windows
 from compress.eval.length_needles import retrieve
 from compress.text.windows import leading_ids
+from compress.training.long_window import arithmetic
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class LengthJudge:
     """What models are measured on, the same for all.
 
     ids: windows [n, T] of the new length. window: tokens of the old one. filler: tokens in which
-    numbers are hidden, `keys` of them at each of `depths` and `lengths`; 0 keys: none.
+    numbers are hidden, `keys` of them at each of `depths` and `lengths`; 0 keys: none. precision:
+    of the arithmetic.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -29,10 +32,12 @@ class LengthJudge:
     depths: Sequence[float]
     keys: int
     seed: int
+    precision: torch.dtype = torch.float32
 
     def perplexities(self, model: PreTrainedModel) -> dict[str, Any]:
         """`eval.length.Reading` as plain data."""
-        return asdict(read(model, self.ids, self.window, leading_ids(self.tokenizer)))
+        with arithmetic(model, self.precision):
+            return asdict(read(model, self.ids, self.window, leading_ids(self.tokenizer)))
 
     def loss(self, model: PreTrainedModel) -> float:
         """The mean loss of long and of short windows, in nats: neither may pay for the other."""
@@ -44,7 +49,8 @@ class LengthJudge:
         found = None
         if self.keys:
             where = (self.filler, self.lengths, self.depths, self.keys, self.seed)
-            found = retrieve(model, self.tokenizer, *where)
+            with arithmetic(model, self.precision):
+                found = retrieve(model, self.tokenizer, *where)
         return {"ppl": self.perplexities(model), "retrieval": found}
 
 
@@ -60,6 +66,7 @@ def length_judge(
     depths: int,
     seed: int,
     description: str,
+    precision: torch.dtype = torch.float32,
 ) -> LengthJudge:
     """A judge of windows of `longer` tokens, all from `text`; raises UserError where it is short.
 
@@ -74,4 +81,5 @@ def length_judge(
         [row / max(1, depths - 1) for row in range(depths)],
         keys,
         seed,
+        precision,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
@@ -19,6 +20,7 @@ from compress.log import logger
 from compress.model import storage_dtype
 from compress.source import describe
 from compress.stage import Run
+from compress.stages.distill import PRECISIONS
 from compress.text import documents
 from compress.training import long_training
 from compress.training.scaling import (
@@ -50,6 +52,8 @@ class Extend:
     training window; null: the whole new window; fewer are spread over its positions (PoSE).
     passkey: share of the training windows in which a number is hidden and asked for.
     heldout_windows: long held-out windows on which it is measured, `measures` times in training.
+    precision: arithmetic of the fine-tune and of what is measured by length: float32, or bfloat16
+    but for norms, softmax and the residual stream; weights and the KL stay in float32.
     keys: numbers hidden at each length and depth to measure retrieval; 0: none. depths: how many.
     """
 
@@ -67,6 +71,7 @@ class Extend:
     batch: int = 1
     length: int | None = None
     passkey: float = 0.0
+    precision: str = "float32"
     heldout_windows: int = 2
     measures: int = 4
     keys: int = 1
@@ -79,6 +84,10 @@ class Extend:
         if self.method not in rope.METHODS:
             problems.append(
                 f"extend.method is {self.method!r}; wanted one of {', '.join(rope.METHODS)}"
+            )
+        if self.precision not in PRECISIONS:
+            problems.append(
+                f"extend.precision is {self.precision!r}; wanted one of {', '.join(PRECISIONS)}"
             )
         if not 0 <= self.passkey <= 1:
             problems.append(f"extend.passkey is {self.passkey}; wanted a share, 0 to 1")
@@ -206,6 +215,7 @@ class Extend:
             depths=self.depths,
             seed=run.config.seed,
             description=description,
+            precision=getattr(torch, self.precision),
         )
         return judge, [documents.plain(document) for document in rest]
 
@@ -226,7 +236,7 @@ class Extend:
             scale(source, run.work / "tried", parsed, self.method, self.factor, stretch)
             return load_exact(run.work / "tried", run.config)
 
-        return search(tried, self.factor, ids)
+        return search(tried, self.factor, ids, getattr(torch, self.precision))
 
     def _fine_tuned(
         self, run: Run, folder: Path, judge: LengthJudge, texts: list[str]
@@ -258,6 +268,7 @@ class Extend:
             work=run.work,
             seed=run.config.seed,
             dtype=storage_dtype(model.config, run.config.model.dtype),
+            precision=getattr(torch, self.precision),
         )
         curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
         return (history.best if history.best_step else {}), curve

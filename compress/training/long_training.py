@@ -16,7 +16,7 @@ from compress.algorithms.rope import skipping
 from compress.errors import UserError
 from compress.eval.length_needles import TAUGHT, hide
 from compress.text.windows import leading_ids
-from compress.training.long_window import losses
+from compress.training.long_window import arithmetic, losses
 from compress.training.loop import History, Schedule, train
 from compress.training.trainable import ROTATED, norms_and
 
@@ -133,13 +133,15 @@ def fine_tune(
     work: Path,
     seed: int,
     dtype: torch.dtype,
+    precision: torch.dtype = torch.float32,
 ) -> History:
     """Train norms, Q and K (and V where it is in one matrix with them) on a list of batches; the
     step with the lowest `measure()` is left in the model. As `training.train`, also in resuming.
+    precision: of the arithmetic; what is trained stays in float32.
     """
 
     def loss(step: int) -> Tensor:
-        with checkpointing(model):
+        with checkpointing(model), arithmetic(model, precision):
             generator = torch.Generator().manual_seed(seed + step)
             return loss_of(model, steps[step], window, generator)
 

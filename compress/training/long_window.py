@@ -16,6 +16,14 @@ CHUNK = 512
 """Positions whose logits are held at once: 0.3 GB in float32 at V = 152 thousand."""
 
 
+def arithmetic(model: PreTrainedModel, precision: torch.dtype) -> torch.autocast:
+    """A context in which `model` computes in `precision`: float32, or bfloat16 but for norms,
+    softmax and the residual stream.
+    """
+    enabled = precision != torch.float32
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)
+
+
 class _Given(nn.Module):
     """Stands in the place of all that comes before the head, and gives what is known already."""
 

@@ -15,7 +15,7 @@ from compress.artifact import write_json
 from compress.errors import UserError
 from compress.log import logger
 from compress.source import describe
-from compress.training.long_window import losses
+from compress.training.long_window import arithmetic, losses
 
 STRETCHES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Times the factor by which a search slows the frequencies."""
@@ -89,7 +89,10 @@ def check_frequencies(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def search(
-    stretched: Callable[[float], PreTrainedModel], factor: float, ids: Tensor
+    stretched: Callable[[float], PreTrainedModel],
+    factor: float,
+    ids: Tensor,
+    precision: torch.dtype = torch.float32,
 ) -> dict[str, float]:
     """The perplexity of windows `ids` [n, T] by each of STRETCHES that still slows.
 
@@ -100,7 +103,8 @@ def search(
         if factor * stretch < 1:
             continue
         model = stretched(stretch)
-        loss = torch.cat([losses(model, row.to(model.device)) for row in ids.split(1)]).mean()
+        with arithmetic(model, precision):
+            loss = torch.cat([losses(model, row.to(model.device)) for row in ids.split(1)]).mean()
         found[str(stretch)] = float(loss.exp())
         logger.info(f"  slowed by {factor * stretch:g}: perplexity {found[str(stretch)]:.2f}")
     return found

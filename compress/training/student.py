@@ -82,8 +82,7 @@ def loss(
         return objective.of(logits, batch.part(positions))
 
     starts = range(0, length, size)
-    enabled = precision != torch.float32
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=enabled):
+    with long_window.arithmetic(model, precision):
         if not recompute:
             made = before_head(model, batch.ids)
             return part(0) / batch.mask.sum()

@@ -39,6 +39,7 @@ INT4 = (
     "extend.factor=4",
     "extend.steps=4",
     "extend.length=64",
+    "extend.precision=bfloat16",
 )
 
 Run = tuple[Path, Any]

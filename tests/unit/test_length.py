@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compress.errors import UserError
 from compress.eval import length, length_needles
+from compress.eval.length_judge import length_judge
 from compress.eval.length_needles import ASKED, TAUGHT, find, hide, retrieve
 from compress.runtime.loader import load
 from compress.text.windows import leading_ids
@@ -182,3 +183,26 @@ def test_checkpointing_changes_no_gradient_and_switches_no_dropout_on(tiny_model
         weight.grad = None
         assert not model.training
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_in_bfloat16_a_window_reads_nearly_as_in_float32(
+    tiny_model: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model, found = load(tiny_model, dtype=torch.float32), {}
+    for precision in (torch.float32, torch.bfloat16):
+        judge = length_judge(
+            tokenizer,
+            "Once upon a time there was a little girl who had a red ball. " * 60,
+            window=128,
+            longer=256,
+            windows=2,
+            lengths=[128],
+            keys=0,
+            depths=1,
+            seed=0,
+            description="text",
+            precision=precision,
+        )
+        found[precision] = judge.perplexities(model)
+    exact, rounded = found[torch.float32]["long"], found[torch.bfloat16]["long"]
+    assert 0 < abs(rounded / exact - 1) < 0.02
