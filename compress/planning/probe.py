@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from compress.kernels import dense
 from compress.kernels.bench import bind, random_weight
 from compress.machine import hardware, high_water
 from compress.planning.devices import CPU, Curve, Device
@@ -73,7 +74,9 @@ def measure_cpu(shape: Shape, timer: Timer = time.perf_counter) -> Device:
 
 
 def _plain(n: int, k: int) -> Linear:
-    return torch.nn.Linear(k, n, bias=False, dtype=HALF)
+    """As the runtime has it: ATen's, or where the CPU has AMX ours."""
+    linear = torch.nn.Linear(k, n, bias=False, dtype=HALF)
+    return dense.Dense(linear.weight, None) if dense.has_amx() else linear
 
 
 def _quantized(n: int, k: int, spec: QuantSpec) -> Linear:
