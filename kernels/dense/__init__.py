@@ -27,8 +27,13 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 def takes(weight: Tensor) -> bool:
     """Whether `linear()` is there for `weight`, which may take building it."""
-    fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return fits and weight.is_contiguous() and build.available()
+    return fits(weight) and build.available()
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether `weight` is one that `linear()` reads."""
+    at_hand = weight.device.type == "cpu" and weight.is_contiguous()
+    return at_hand and weight.dtype == torch.bfloat16
 
 
 @functools.cache
@@ -38,7 +43,7 @@ def has_amx() -> bool:
 
 
 def linear() -> Linear:
-    """That of this CPU."""
+    """That of this CPU, to be asked for once: compilers do not trace the asking."""
     return by_amx if has_amx() else for_few_tokens
 
 

@@ -1,5 +1,7 @@
 """Our runtime on quantized folders: the right numbers, every tensor once, ties kept."""
 
+import copy
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from compress import checkpoint
 from compress.errors import UserError
+from compress.kernels.check import relative_error
 from compress.qtensor import QTensor, QuantSpec, quantize
 from compress.quantization_config import quantization_config
 from compress.runtime.attention import in_words
@@ -82,6 +85,21 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense")
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def test_a_model_in_bf16_can_be_copied_pickled_and_cast(dense: Path) -> None:
+    model = load(dense, dtype=torch.bfloat16)
+    wanted, pickled = logits(model), io.BytesIO()
+    torch.save(model, pickled)
+    pickled.seek(0)
+    copied = copy.deepcopy(model)
+    assert torch.equal(logits(torch.load(pickled, weights_only=False)), wanted)
+    assert torch.equal(logits(copied), wanted)
+    cast = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16).float()
+    assert relative_error(logits(copied.float()), logits(cast)) < 1e-5
+    assert torch.equal(logits(model), wanted)
+    copied.bfloat16().model.layers[0].mlp.up_proj.weight.data.zero_()
+    assert not torch.equal(logits(copied), wanted)
 
 
 @pytest.fixture(params=["random", "trained"])
