@@ -39,16 +39,18 @@ def prepare(
     # weight, and of such temporaries the heap kept up to three times the model.
     ones_K1 = torch.ones((weight.shape[1], 1), dtype=torch.int8)
     sums_N = torch._int_mm(weight, ones_K1).view(-1).mul_(128)
-    return Int8(weight, sums_N, scales_N, None if bias is None else bias.float(), by_torch)
+    bias_N = None if bias is None else bias.float()
+    return Int8(weight, sums_N, scales_N, bias_N, by_torch, dense.has_amx())
 
 
 @dataclass(frozen=True)
 class Int8:
     """[..., K] to [..., N] by amx.h, or by cpu.h, or for many tokens by `_int_mm` between two
-    passes of it: all with the same bits.
+    passes of it: all with the same bits, but that amx.h has no subnormal numbers.
 
     weight int8 [N, K]; scales and bias [N] in float32; sums [N]: 128 times those of the rows.
     by_torch: the same without cpu.h, for inputs that are neither bf16 nor float32.
+    amx: whether bf16 goes by amx.h.
     """
 
     weight: Tensor
@@ -56,12 +58,13 @@ class Int8:
     scales: Tensor
     bias: Tensor | None
     by_torch: Callable[[Tensor], Tensor]
+    amx: bool
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype not in (torch.bfloat16, torch.float32):
             return self.by_torch(x)
         x_MK = x.reshape(-1, x.shape[-1]).contiguous()
-        if x.dtype == torch.bfloat16 and dense.has_amx():
+        if x.dtype == torch.bfloat16 and self.amx:
             y_MN = self.by_amx(x_MK)
         else:
             y_MN = self.few(x_MK) if len(x_MK) <= FEW_TOKENS else self.many(x_MK)
@@ -93,7 +96,7 @@ class Int8:
         scales = [part.scales for part in parts]
         bias = side_by_side(parts)
         few = torch.ops.compress_cpu.w8a8
-        by_amx = torch.ops.compress_cpu.w8a8_amx if dense.has_amx() else few
+        by_amx = torch.ops.compress_cpu.w8a8_amx if parts[0].amx else few
 
         def run(x: Tensor) -> Tensor:
             op = by_amx if x.dtype == torch.bfloat16 else few

@@ -44,7 +44,7 @@ def prepare(
     if dtype == torch.bfloat16:
         if native_takes(in_features, spec) and build.available():
             by_amx = amx_takes(in_features, spec)
-            return Packed(packed, weight_scale.float(), spec.bits, bias, by_amx)
+            return Packed(packed, weight_scale.float(), spec.bits, bias, by_amx, dense.linear())
         # The int8 op reads K in sixteens: from any other K wrong sums, or memory not its own.
         if spec.bits == 8 and spec.group_size is None and in_features % 16 == 0:
             return _by_tokens(*_aten_int8(packed, weight_scale, in_features), bias)
@@ -89,7 +89,8 @@ def amx_takes(k: int, spec: QuantSpec) -> bool:
 class Packed:
     """[..., K] to [..., N] in bf16. weight: the checkpoint's words, int32 [N, words]; scales [N, G]
     in float32; bias [N] or None. by_amx: any number of tokens by amx.h, a token with the same bits
-    in any batch; otherwise few by cpu.h, in whose sums the weight is not rounded to bf16.
+    in any batch; otherwise few by cpu.h, in whose sums the weight is not rounded to bf16, and many
+    dequantized, by `linear`. By torch's product, dequantized, where a gradient is asked for.
     """
 
     weight: Tensor
@@ -97,16 +98,19 @@ class Packed:
     bits: int
     bias: Tensor | None
     by_amx: bool
+    linear: dense.Linear
 
     def __call__(self, x: Tensor) -> Tensor:
         ops, x_MK = torch.ops.compress_cpu, x.reshape(-1, x.shape[-1]).contiguous()
-        if self.by_amx:
+        if torch.is_grad_enabled() and x.requires_grad:
+            y_MN = F.linear(x_MK, ops.dequantize(self.weight, self.scales, self.bits))
+        elif self.by_amx:
             y_MN = ops.w4a16_amx(x_MK, [self.weight], [self.scales])
         elif len(x_MK) <= FEW_TOKENS:
             y_MN = ops.wna16(x_MK, [self.weight], [self.scales], self.bits)
         else:
             weight_NK = ops.dequantize(self.weight, self.scales, self.bits)
-            y_MN = dense.linear()(x_MK, weight_NK, None)
+            y_MN = self.linear(x_MK, weight_NK, None)
         if self.bias is not None:
             y_MN += self.bias
         return y_MN.view(*x.shape[:-1], y_MN.shape[1])

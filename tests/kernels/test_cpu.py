@@ -217,6 +217,35 @@ def test_amx_leaves_the_tiles_to_torch_as_they_were() -> None:
         assert torch.equal(F.linear(x, weight), before)
 
 
+@pytest.mark.parametrize(
+    "spec", [QuantSpec(8, activation_bits=8), QuantSpec(8), QuantSpec(4, 64)], ids=str
+)
+def test_a_linear_is_traced_whole(spec: QuantSpec) -> None:
+    linear = bind(random_weight(64, 128, spec, "cpu", torch.bfloat16), "cpu", torch.bfloat16)
+    if not build.available():
+        pytest.skip("no C++ compiler here")
+    for tokens in (1, 20):
+        x = torch.randn(tokens, 128, dtype=torch.bfloat16)
+        traced = torch.compile(lambda x: linear(x), backend="eager", fullgraph=True)
+        assert torch.equal(traced(x), linear(x))
+
+
+@pytest.mark.parametrize("spec", [QuantSpec(8), QuantSpec(4, 64), QuantSpec(4, 32)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_wna16_has_the_gradient_of_the_dequantized_product(spec: QuantSpec, tokens: int) -> None:
+    weight = random_weight(64, 576, spec, "cpu", torch.bfloat16)
+    linear: Any = bind(weight, "cpu", torch.bfloat16)
+    if not isinstance(linear, wna16_cpu.Packed):
+        pytest.skip("no C++ compiler here")
+    x = torch.randn(tokens, 576, dtype=torch.bfloat16, requires_grad=True)
+    y = linear(x)
+    slopes = torch.randn_like(y)
+    y.backward(slopes)
+    dequantized = torch.ops.compress_cpu.dequantize(linear.weight, linear.scales, linear.bits)
+    assert x.grad is not None
+    assert relative_error(x.grad, slopes.float() @ dequantized.float()) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("spec", [QuantSpec(8), QuantSpec(4, 64), QuantSpec(4, 32)], ids=str)
 def test_a_token_has_the_same_bits_in_any_batch_of_few(spec: QuantSpec) -> None:
     weight = random_weight(100, 576, spec, "cpu", torch.bfloat16)
