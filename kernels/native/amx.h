@@ -10,7 +10,9 @@
 
 #include "rows.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+// GCC 11 has AMX, but not the shuffles.
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && \
+    defined(__linux__) && __has_builtin(__builtin_shufflevector)
 #define COMPRESS_AMX
 
 #include <immintrin.h>

@@ -1,4 +1,5 @@
 // cpu.h's product by AMX, for any number of tokens: what is around it is done on the way in and out.
+// The bits are the same, but an output below 2^-126 is 0: the CPU rounds to bf16 so.
 
 #pragma once
 
