@@ -11,8 +11,8 @@
 #include "rows.h"
 
 // GCC 11 has AMX, but not the shuffles.
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && \
-    defined(__linux__) && __has_builtin(__builtin_shufflevector)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && \
+    defined(__AVX512BF16__) && defined(__linux__) && __has_builtin(__builtin_shufflevector)
 #define COMPRESS_AMX
 
 #include <immintrin.h>
@@ -248,11 +248,14 @@ void amx_product(const void* x, const std::vector<Weight>& weights, BFloat16* y_
       const Tiles configured;
       Room room;
       for (int64_t i = begin; i < end; i++) {
-        const auto& [weight, row, to] = blocks[i];
-        const int64_t rows = std::min(BLOCK, weight->rows - row);
-        BFloat16* y = y_MN + first * n + to;
-        outputs<INTS>(tiled(*weight, row, rows, room), tiles.get(), y, rows, tokens, n, depth,
-                      [&](int64_t token) { return output_of(*weight, row, rows, first + token); });
+        const Block& block = blocks[i];
+        const int64_t row = block.row, rows = std::min(BLOCK, block.weight->rows - row);
+        BFloat16* y = y_MN + first * n + block.out;
+        const auto output = [&](int64_t token) {
+          return output_of(*block.weight, row, rows, first + token);
+        };
+        outputs<INTS>(tiled(*block.weight, row, rows, room), tiles.get(), y, rows, tokens, n, depth,
+                      output);
       }
     });
   }
