@@ -238,11 +238,13 @@ void amx_product(const void* x, const std::vector<Weight>& weights, BFloat16* y_
     for (int64_t row = 0; row < weight.rows; row += BLOCK) blocks.push_back({&weight, row, out + row});
     out += weight.rows;
   }
-  const int64_t depth = lines_of(bytes), grain = rows_per_thread(BLOCK * bytes);
+  const int64_t depth = lines_of(bytes);
   const int64_t fit = L2_BYTES / std::max<int64_t>(bytes, 1);
   const int64_t together = std::max(BLOCK, fit / BLOCK * BLOCK);
   for (int64_t first = 0; first < m; first += together) {
     const int64_t tokens = std::min(together, m - first);
+    // Of few tokens reading the weight takes the time, of many the products.
+    const int64_t grain = rows_per_thread(BLOCK * bytes * std::max<int64_t>(1, tokens / SIDE));
     const auto tiles = in_tiles(static_cast<const char*>(x) + first * bytes, tokens, bytes);
     at::parallel_for(0, blocks.size(), grain, [&](int64_t begin, int64_t end) {
       const Tiles configured;
