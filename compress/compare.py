@@ -36,11 +36,20 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
     return folder / "comparison.html"
 
 
+def _is_option(word: str) -> bool:
+    """Whether `word` is name=value and no run: a run's folder may have a `=` in its name, as those
+    of a sweep do.
+    """
+    name, equals, _ = word.partition("=")
+    run = "/" in name or Path(word).expanduser().is_dir()
+    return bool(equals) and (name == "out" or not run)
+
+
 def main(words: list[str]) -> None:
     """Compare the runs that the words name, and print where the page is."""
-    # A run's folder may have a `=` in its name, as those of a sweep do.
-    runs = [Path(word).expanduser() for word in words if not word.startswith("out=")]
-    settings = options.parsed(Settings, [word for word in words if word.startswith("out=")])
+    given = [word for word in words if _is_option(word)]
+    settings = options.parsed(Settings, given)
+    runs = [Path(word).expanduser() for word in words if word not in given]
     if len(runs) < 2:
         raise UserError(
             "wanted two runs or more: python -m compress.compare RUN RUN … [out=FOLDER]"

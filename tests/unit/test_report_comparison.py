@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_run import Tags, fixture
@@ -138,6 +139,14 @@ def test_what_is_no_run_is_told(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"out=.*file/below: cannot be written"):
         compare.main([*map(str, runs[::2]), f"out={tmp_path / 'file' / 'below'}"])
+
+
+def test_a_word_that_is_no_option_is_no_run(runs: list[Path], monkeypatch: Any) -> None:
+    with pytest.raises(UserError, match="uot: no such option; there are out"):
+        compare.main([*map(str, runs), "uot=x"])
+    monkeypatch.chdir(runs[0].parent)
+    runs[0].rename("bits=8")
+    compare.main(["bits=8", "w4"])  # a sweep's folders have names like this
 
 
 def test_the_command_names_the_page(
