@@ -230,7 +230,7 @@ def trade_off(
     rows: Sequence[Mapping[str, Any]], key: str, title: str, form: Callable[[float], str]
 ) -> Markup:
     """KL of each run, by logarithm, over its size or speed; rows[0] is the original, at no KL."""
-    known = [(i, row) for i, row in enumerate(rows) if i and row["kl"] and row[key]]
+    known = [row for row in rows[1:] if row["kl"] and row[key]]
     if not known:
         return Markup('<p class="missing">Not measured: {}.</p>').format(title)
     series = [
@@ -239,13 +239,13 @@ def trade_off(
             ("good", "bad")[bool(row["gate_broken"])],
             [(row[key], row["kl"])],
             titles=[f"{row['name']}: {form(row[key])}, KL {words.significant(row['kl'])}"],
-            label=str(i),
+            label=str(row["number"]),
         )
-        for i, row in known
+        for row in known
     ]
     marks = [(rows[0][key], "original")] if rows[0][key] else []
-    across = axis([*(row[key] for _, row in known), *(value for value, _ in marks)])
-    up = axis([row["kl"] for _, row in known], log=True)
+    across = axis([*(row[key] for row in known), *(value for value, _ in marks)])
+    up = axis([row["kl"] for row in known], log=True)
     return plots.xy(series, Scales(across, up, title, "KL", form, words.significant, marks), 240)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import UserError
+from compress.report import words
 from compress.report.tasks import label
 from compress.report.words import listed
 
@@ -14,28 +15,49 @@ Report = Mapping[str, Any]
 Row = dict[str, Any]
 
 ORIGINAL = "original"
+SPEEDS = {
+    "decode_tokens_per_s": ("faster", "slower"),
+    "prefill_tokens_per_s": ("faster", "slower"),
+    "ttft_ms": ("slower", "faster"),
+    "peak_rss_bytes": ("larger", "smaller"),
+}
+"""What `serve` measures, with the words for a figure above and below the original's."""
+APART = 1.1
+"""Originals of which one decodes so many times as fast as another were not measured alike."""
 
 
 def comparison(folders: Sequence[Path]) -> dict[str, Any]:
     """The contents of comparison.json, from the report.json of each run's folder.
 
-    `rows`: the original, each figure as the first run that measured it has it, then a row a run;
-    what was not measured is None. `beaten_by` names a run that is no worse in size, speed and KL,
-    as far as both measured them, and better in one. `remarks`: what keeps the runs from comparing.
+    `rows`: each original, then its runs, numbered, whose `original` names it; what was not
+    measured is None. Runs share an original where model and text of the KL are the same; its
+    figures are those of the first run that measured it, its speeds None where its runs did not
+    measure alike. `against`: a run's speeds beside those that it measured of its original,
+    `decode_ratio` the one over the other. `beaten_by` names a run of the same original that is no
+    worse in size, speed and KL, as far as both measured them, and better in one. `remarks`: what
+    keeps the runs from comparing.
     Raises UserError for a folder without a report.
     """
     reports = [_read(folder) for folder in folders]
     names = _names(folders)
-    runs = zip(names, folders, reports, strict=True)
-    rows = [_original(reports), *(_row(*run) for run in runs)]
-    for row in rows[1:]:
-        row["beaten_by"] = next((o["name"] for o in rows[1:] if _beats(o, row)), None)
+    groups = _groups(names, reports)
+    rows: list[Row] = []
+    for original, group in groups.items():
+        own = [reports[i] for i in group]
+        runs = [_row(names[i], folders[i], reports[i], original) for i in group]
+        for row, report in zip(runs, own, strict=True):
+            pairs = zip(runs, own, strict=True)
+            beating = (o["name"] for o, other in pairs if _beats(o, row, _alike(other, report)))
+            row["beaten_by"] = next(beating, None)
+        rows += [_original(original, own), *runs]
+    for number, row in enumerate((row for row in rows if row["folder"]), 1):
+        row["number"] = number
     columns = dict.fromkeys(task for row in rows for task in row["tasks"])
     return {
-        "model_name": reports[0]["model_name"],
+        "models": list(dict.fromkeys(report["model_name"] for report in reports)),
         "rows": rows,
         "tasks": list(columns),
-        "remarks": _remarks(names, reports),
+        "remarks": _remarks(names, reports, groups),
     }
 
 
@@ -65,16 +87,62 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(folder.relative_to(parent)) for folder in whole]
 
 
-def _original(reports: Sequence[Report]) -> Row:
+def _groups(names: Sequence[str], reports: Sequence[Report]) -> dict[str, list[int]]:
+    """The positions of the runs with the same original and text, by what that original is called:
+    where there are several, by its first runs.
+    """
+    groups: list[list[int]] = []
+    for i, report in enumerate(reports):
+        alike = (g for g in groups if _same(_basis(reports[g[0]]), _basis(report)))
+        group = next(alike, None)
+        if group is None:
+            groups.append([i])
+        else:
+            group.append(i)
+    if len(groups) == 1:
+        return {ORIGINAL: groups[0]}
+    called = [[names[i] for i in group] for group in groups]
+    short = [own if len(own) < 4 else [own[0], f"{len(own) - 1} others"] for own in called]
+    return {f"{ORIGINAL} of {listed(o)}": g for o, g in zip(short, groups, strict=True)}
+
+
+def _basis(report: Report) -> tuple[Any, ...]:
+    """What KL, and what is called smaller or faster, refers to."""
+    return (*_identity(report), _text(report))
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether the two agree in all that both know."""
+    return all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
+
+
+def _identity(report: Report) -> tuple[Any, ...]:
+    """Which original: its path and revision, and how many parameters it has. `parameters` of a
+    report are the student's where a student took its place.
+    """
+    plan = report["plan"]
+    parameters = (
+        round(8 * plan["bytes"]["before"]["total"] / plan["bits_per_weight"]["before"])
+        if plan
+        else report["parameters"]
+    )
+    return (report["model"], report["config"]["model"].get("revision")), parameters
+
+
+def _original(name: str, reports: Sequence[Report]) -> Row:
     plan, close, latency = (
         next((r[part] for r in reports if r[part]), None)
         for part in ("plan", "fidelity", "latency")
     )
+    apart = len({_prompt(r) for r in reports} - {None}) > 1 or _spread(reports)
     tasks: dict[str, float] = {}
     for task in (task for report in reports for task in report["tasks"]):
         tasks.setdefault(label(task), task["before"])
     return {
-        "name": ORIGINAL,
+        "name": name,
+        "number": None,
+        "model": reports[0]["model_name"],
+        "original": None,
         "folder": None,
         "headline": None,
         "scheme": None,
@@ -83,7 +151,9 @@ def _original(reports: Sequence[Report]) -> Row:
         "kl": 0.0 if close else None,
         "top1": 1.0 if close else None,
         "ppl": close["ppl"]["before"] if close else None,
-        **_speed(latency and latency["before"]),
+        **_speed(latency["before"] if latency and not apart else None),
+        "against": {},
+        "decode_ratio": 1.0 if latency else None,
         "tasks": tasks,
         "changes": {},
         "gate_broken": [],
@@ -93,10 +163,20 @@ def _original(reports: Sequence[Report]) -> Row:
     }
 
 
-def _row(name: str, folder: Path, report: Report) -> Row:
+def _row(name: str, folder: Path, report: Report, original: str) -> Row:
     close = report["fidelity"] or {}
+    latency = report["latency"] or {}
+    before, after = (_speed(latency.get(when)) for when in ("before", "after"))
+    against = {
+        key: {"original": before[key], "said": words.comparison(before[key], after[key], *said)}
+        for key, said in SPEEDS.items()
+        if before[key] and after[key]
+    }
+    decode = "decode_tokens_per_s"
     return {
         "name": name,
+        "model": report["model_name"],
+        "original": original,
         "folder": str(folder),
         "headline": report["verdict"]["headline"],
         "scheme": report["scheme"],
@@ -105,7 +185,9 @@ def _row(name: str, folder: Path, report: Report) -> Row:
         "kl": close.get("kl"),
         "top1": close.get("top1"),
         "ppl": close["ppl"]["after"] if close else None,
-        **_speed((report["latency"] or {}).get("after")),
+        **after,
+        "against": against,
+        "decode_ratio": after[decode] / before[decode] if decode in against else None,
         "tasks": {label(task): task["after"] for task in report["tasks"]},
         "changes": {label(task): task["change"] for task in report["tasks"]},
         "gate_broken": (report["gate"] or {}).get("broken", []),
@@ -123,33 +205,75 @@ def _speed(latency: Report | None) -> Row:
     }
 
 
-def _beats(one: Row, other: Row) -> bool:
+def _beats(one: Row, other: Row, alike: bool) -> bool:
     """Whether `one` is no worse than `other` in size, speed and KL, and better in one of them.
 
-    A measure that either lacks is left out; with one alone, nothing is said.
+    A measure that either lacks is left out; with one alone, nothing is said, and nothing where the
+    two were not measured `alike`. Speeds are by each run's own original.
     """
     pairs = [
         (sign * one[key], sign * other[key])
-        for key, sign in (("bytes", 1), ("kl", 1), ("decode_tokens_per_s", -1))
+        for key, sign in (("bytes", 1), ("kl", 1), ("decode_ratio", -1))
         if one[key] is not None and other[key] is not None
     ]
-    return len(pairs) > 1 and all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+    better = all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+    return alike and len(pairs) > 1 and better
 
 
-def _remarks(names: Sequence[str], reports: Sequence[Report]) -> list[str]:
+def _remarks(
+    names: Sequence[str], reports: Sequence[Report], groups: Mapping[str, Sequence[int]]
+) -> list[str]:
     """What differs between the runs beside what was done to the model."""
     checks = (
-        ("The originals differ", [(r["model"], r["parameters"]) for r in reports]),
-        ("KL and perplexity are of different text", [_text(r) for r in reports]),
-        ("The tasks had other items", [[(label(t), t["n"]) for t in r["tasks"]] for r in reports]),
-        ("Speed was measured on different machines", [_machine(r) for r in reports]),
+        ("The originals differ", [_identity(r) for r in reports]),
+        ("KL and perplexity are of different text", [(_text(r),) for r in reports]),
+        (
+            "The tasks had other items",
+            [([(label(t), t["n"]) for t in r["tasks"]],) for r in reports],
+        ),
+        ("Speed was measured on different machines", [(_machine(r),) for r in reports]),
     )
     remarks = []
     for said, found in checks:
-        others = [name for name, value in zip(names, found, strict=True) if value != found[0]]
+        others = [n for n, value in zip(names, found, strict=True) if not _same(value, found[0])]
         if others:
             remarks.append(f"{said}: {listed(others)} beside {names[0]}.")
+    prompts: dict[int, list[str]] = {}
+    for name, report in zip(names, reports, strict=True):
+        if tokens := _prompt(report):
+            prompts.setdefault(tokens, []).append(name)
+    if len(prompts) > 1:
+        each = "; ".join(f"{words.several(p, 'token')} in {listed(n)}" for p, n in prompts.items())
+        remarks.append(f"Speed was measured with prompts of different lengths: {each}.")
+    for original, group in groups.items():
+        if spread := _spread([reports[i] for i in group]):
+            low, high = map(words.rate, spread)
+            remarks.append(
+                f"Decoding by the {original} was measured by its runs at {low} to {high}: compare "
+                "their ratios, not their speeds."
+            )
     return remarks
+
+
+def _spread(reports: Sequence[Report]) -> tuple[float, float] | None:
+    """The least and most tokens a second at which these runs measured one original; None where
+    they are about the same.
+    """
+    found = [r["latency"]["before"]["decode_tokens_per_s"] for r in reports if r["latency"]]
+    if not found or max(found) <= APART * min(found):
+        return None
+    return min(found), max(found)
+
+
+def _alike(one: Report, other: Report) -> bool:
+    """Whether KL and speed of two runs, as far as both have them, were measured alike."""
+    first, second = ((*_basis(r), _machine(r), _prompt(r)) for r in (one, other))
+    return _same(first, second)
+
+
+def _prompt(report: Report) -> Any:
+    """The length of the prompts that speed was measured with; None where it was not."""
+    return report["latency"] and report["latency"]["before"]["prompt_tokens"]
 
 
 def _text(report: Report) -> Any:

@@ -91,6 +91,11 @@ def rate(value: Number) -> str:
     return NOTHING if value is None else f"{significant(value)}{SPACE}tok/s"
 
 
+def times(value: Number) -> str:
+    """A ratio: 1.31×."""
+    return NOTHING if value is None else f"{significant(value)}×"
+
+
 def percent(value: Number, decimals: int = 1) -> str:
     """A share of one: 0.943 is 94.3%."""
     return NOTHING if value is None else f"{100 * value:.{decimals}f}%".replace("-", MINUS)
