@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from compress.errors import UserError
 from compress.quantization_config import group_specs
 from compress.sizes import tensor_elements
@@ -25,6 +27,18 @@ def problem(folder: str, stages: list[str]) -> str | None:
             f"wanted recipe=judge, or stages=[{','.join(JUDGING)}]"
         )
     return None
+
+
+def refuse(folder: str, original: PretrainedConfig) -> None:
+    """Raise UserError where the checkpoint's outputs are not for the tokens of the original's."""
+    found = describe(Path(folder).expanduser())
+    size = found.get("vocab_size", found.get("text_config", {}).get("vocab_size"))
+    wanted = original.get_text_config().vocab_size
+    if size not in (None, wanted):
+        raise UserError(
+            f"checkpoint={folder}: a vocabulary of {size}, the original's is {wanted}; wanted a "
+            "checkpoint of the model that model.path names"
+        )
 
 
 def name_of(folder: str) -> str:

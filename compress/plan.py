@@ -82,7 +82,8 @@ def main(words: list[str]) -> None:
     asked = options.parsed(Options, words)
     config = read_model(asked.model)
     place = Path(asked.model).expanduser().absolute()
-    name = place.stem if place.is_file() else place.name
+    folder = place.parent if place.name == "config.json" else place
+    name = folder.stem if folder.is_file() else folder.name
     requests = read_requests(asked.requests, asked.rate, asked.seed)
     shape = shape_of(config, name)
     out = options.folder(asked.out or f"runs/plan/{name}")

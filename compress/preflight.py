@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
-from compress import engines
+from compress import engines, judged
 from compress.blocks.structure import head_names
 from compress.kernels.backend import pick_backend
 from compress.model import linear_shapes, outside_linears, skeleton, storage_dtype
@@ -35,6 +35,8 @@ def refuse(
         config.distill.refuse(folder, trust)
     if "extend" in ahead:
         config.extend.refuse(model)
+    if config.checkpoint is not None:
+        judged.refuse(config.checkpoint, model)
     if "serve" in ahead:
         pick_backend(config.device, config.serve.backend)
     if "score" in ahead:

@@ -103,6 +103,10 @@ def _parsed(line: str) -> tuple[dict[str, Any], str]:
         record = json.loads(line)
     except ValueError as error:
         return {}, f"not JSON: {error}"
+    try:
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can spell what no text holds, and no tokenizer takes
+        return {}, f"half of a surrogate pair, {error.object[error.start]!a}, which is no character"
     if not isinstance(record, dict):
         return {}, f"{type(record).__name__} found; wanted a JSON object"
     return record, ""

@@ -51,7 +51,7 @@ def divergences(
     }
     if not rows:
         return {}
-    logger.info(f"  KL along the written answers that differ: {len(rows)}")
+    logger.info(f"  reading {len(rows)} written answers that differ for the KL along them")
     options: dict[str, Any] = {"device": judge.device, "trust_remote_code": judge.trust_remote_code}
     original = load(dense, dtype=None, **options)
     states = _states(original, list(rows.values()))

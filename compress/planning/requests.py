@@ -4,6 +4,7 @@
 {"prompt": 240, "new": 310, "at": 1.7}
 """
 
+import codecs
 import json
 import random
 import re
@@ -19,6 +20,8 @@ from compress.errors import UserError
 UNIFORM = re.compile(r"(\d+)x(\d+)")
 UNIFORM_COUNT = 64
 PERCENTILES = (50, 80, 95, 99)
+MOST = 10_000_000
+"""Tokens of a prompt or an answer: what a plan goes through part by part takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,14 @@ def _lines(source: str) -> list[tuple[str, Any]]:
             '{"prompt": 812, "new": 95}, or PROMPTxNEW such as 512x128'
         )
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                found.append((f"{source}:{number}", json.loads(line)))
-            except ValueError as error:
-                raise UserError(f"{source}:{number}: not JSON ({error})") from error
+    for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        try:
+            if text := line.decode("utf-8").strip():
+                found.append((f"{source}:{number}", json.loads(text)))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{source}:{number}: not UTF-8 ({error})") from error
+        except ValueError as error:
+            raise UserError(f"{source}:{number}: not JSON ({error})") from error
     if not found:
         raise UserError(f"requests={source}: empty; wanted a request a line")
     return found
@@ -82,8 +87,8 @@ def _request(where: str, fields: Any) -> Request:
     counts = []
     for name in ("prompt", "new"):
         value = fields.get(f"{name}_tokens", fields.get(name))
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f'{where}: "{name}" is {value!r}; wanted tokens, at least 1')
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+            raise UserError(f'{where}: "{name}" is {value!r}; wanted tokens, 1 to {MOST:,}')
         counts.append(value)
     at = fields.get("at", 0)
     if not isinstance(at, int | float) or isinstance(at, bool) or not at >= 0:

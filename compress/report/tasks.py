@@ -14,8 +14,8 @@ def change(task: Task) -> Change:
     """What a task says of the difference between the two models.
 
     Better or worse: the paired 95% interval leaves out zero. Perhaps: it does, but the exact test
-    on the answers that changed (McNemar, `p`) does not reach 5%: with few answers the interval,
-    made by the bootstrap, is too narrow.
+    on how many answers rose and fell (McNemar, `p`) does not reach 5%. With few answers the
+    interval, made by the bootstrap, is too narrow; of grades the test does not see how far they go.
     """
     low, high = task["ci95"]
     if low <= 0 <= high:
@@ -75,8 +75,8 @@ def found(tasks: Sequence[Task], wanted: Change) -> str | None:
     if not chosen:
         return None
     few = (
-        " The interval leaves out zero, but so few answers changed that the exact test does not "
-        "call it more than chance."
+        " The interval leaves out zero, but by how many answers rose and how many fell the exact "
+        "test does not call it more than chance."
         if wanted.startswith("perhaps")
         else ""
     )

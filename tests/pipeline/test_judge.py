@@ -115,6 +115,12 @@ def test_what_cannot_be_judged_is_refused(
         judge(tmp_path)
     with pytest.raises(ConfigError, match="stages has calibrate, quantize; wanted recipe=judge"):
         judge(peer, "stages=[calibrate,quantize,score]")
+    other = tmp_path / "other"
+    other.mkdir()
+    changed = json.loads((peer / "config.json").read_text()) | {"vocab_size": 512}
+    (other / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(UserError, match=r"other: a vocabulary of 512, the original's is \d+; want"):
+        pipeline.run(judge(other))
     missing = composed("recipe=judge", f"model.path={tiny_model}", f"out={tmp_path / 'none'}")
     with pytest.raises(UserError, match="or give checkpoint=FOLDER"):
         pipeline.run(missing)

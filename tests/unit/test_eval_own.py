@@ -116,6 +116,10 @@ def test_a_needle_is_hidden_at_each_length_and_depth(tmp_path: Path, stories260k
     [
         ("{'text': 1}", "not JSON: Expecting property name"),
         ([1], "list found; wanted a JSON object"),
+        (
+            r'{"text": "a\ud800", "references": "x"}',
+            "half of a surrogate pair, '\\ud800', which is",
+        ),
         ({"references": "x"}, "no field 'text', which the prompt has as {text}; there are"),
         ({"text": "a"}, "references is missing; wanted a text, or a list of texts, not empty"),
         ({"text": "a", "references": [" "]}, 'references is [" "]; wanted'),

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -178,3 +180,30 @@ def test_the_usage_names_every_option() -> None:
     assert plan.__doc__ is not None
     for field in dataclasses.fields(plan.Options):
         assert re.search(rf"^    {field.name} ", plan.__doc__, re.MULTILINE), field.name
+
+
+def test_a_plan_is_called_by_the_model_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "Small-1.5B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    monkeypatch.chdir(tmp_path)
+    for model in (folder, folder / "config.json"):
+        main([f"model={model}", "requests=100x28", "device=l4"])
+    assert [place.name for place in (tmp_path / "runs/plan").iterdir()] == ["Small-1.5B"]
+
+
+@pytest.mark.parametrize("command", ["compress.plan", "compress.serve"])
+def test_ctrl_c_while_libraries_are_imported_is_one_line(command: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", command, "model=x"],
+        cwd=tmp_path,  # from where torch is imported
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert done.returncode != 0
+    assert done.stderr == "compress: stopped\n"

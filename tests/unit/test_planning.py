@@ -323,7 +323,8 @@ def test_decoding_settings_by_hand(small: Shape) -> None:
 
 def test_requests_are_read_with_their_times(tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
-    file.write_text('{"prompt": 8, "new": 2, "at": 3}\n\n{"prompt_tokens": 5, "new_tokens": 1}\n')
+    lines = '{"prompt": 8, "new": 2, "at": 3}\r\n\n{"prompt_tokens": 5, "new_tokens": 1}\n'
+    file.write_text(lines, encoding="utf-8-sig")
     assert read_requests(str(file)) == [Request(5, 1), Request(8, 2, 3.0)]
     assert read_requests("12x3") == [Request(12, 3)] * 64
     drawn = read_requests("12x3", rate=2.0, seed=1)
@@ -338,12 +339,17 @@ def test_requests_are_read_with_their_times(tmp_path: Path) -> None:
         ("[1]", "lengths.jsonl:2: found [1]"),
         ('{"prompt": 3}', 'lengths.jsonl:2: "new" is None'),
         ('{"prompt": 0, "new": 1}', 'lengths.jsonl:2: "prompt" is 0'),
+        (
+            '{"prompt": 1, "new": 10000001}',
+            'lengths.jsonl:2: "new" is 10000001; wanted tokens, 1 to',
+        ),
+        ('{"user": "J\xf6rg"}', "lengths.jsonl:2: not UTF-8"),
         ('{"prompt": 3, "new": 1, "at": -1}', 'lengths.jsonl:2: "at" is -1'),
     ],
 )
 def test_a_wrong_request_is_named_by_its_line(tmp_path: Path, line: str, said: str) -> None:
     file = tmp_path / "lengths.jsonl"
-    file.write_text(f'{{"prompt": 8, "new": 2}}\n{line}\n')
+    file.write_text(f'{{"prompt": 8, "new": 2}}\n{line}\n', encoding="latin-1")
     with pytest.raises(UserError) as raised:
         read_requests(str(file))
     assert said in str(raised.value)

@@ -99,7 +99,11 @@ def test_a_broken_gate_is_said_first(run: SimpleNamespace) -> None:
         "text": "KL at most 0.05 nats a token; knowledge at most 12 points lower.",
         "tone": "good",
     }
-    run.config.score.gate.kl = 0.012
+    run.config.score.gate = Gate(token_ms=200.0)
+    said = figures(run)["verdict"]["findings"][0]
+    assert said["text"].endswith("a token, at most 200 ms allowed. No limit is set on quality.")
+    assert said["tone"] == "plain"
+    run.config.score.gate = Gate(kl=0.012, tasks={"knowledge": 12.0})
     found = figures(run)
     assert found["gate"] == {
         "kl": 0.012,
@@ -137,7 +141,9 @@ def test_without_scores_the_time_of_a_token_alone_is_checked(tmp_path: Path) -> 
     found = figures(run)
     assert found["gate"] == {"kl": None, "tasks": {}, "token_ms": 200, "broken": []}
     first = found["verdict"]["findings"][0]
-    assert first["text"] == "12.3\u00a0ms a token, at most 200 ms allowed."
+    assert (
+        first["text"] == "12.3\u00a0ms a token, at most 200 ms allowed. No limit is set on quality."
+    )
 
 
 def test_a_fault_that_was_found_is_named_first(run: SimpleNamespace) -> None:
