@@ -28,8 +28,9 @@ def parsed(kind: type[T], words: Sequence[str]) -> T:
         if not equals:
             raise UserError(f"{word}: no option; wanted field=value, of {', '.join(names)}")
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=3) or names
-            raise UserError(f"{name}: no such option; there are {', '.join(near)}")
+            near = difflib.get_close_matches(name, names, n=3)
+            way = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
+            raise UserError(f"{name}: no such option; {way}")
         try:
             settings[name] = None if value == "null" else value
         except OmegaConfBaseException as error:
