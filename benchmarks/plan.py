@@ -49,7 +49,7 @@ def scheme_of(folder: Path, shape: Shape) -> Weights:
     """
     quantization = describe(folder).get("quantization_config")
     if quantization is None:
-        return weights_of(shape, None)
+        return weights_of(shape, None, on_cpu=True)
     specs = read_quantization_config(quantization, [*shape.linears, *shape.heads])
     spec = next(iter(specs.values()))
     for engine in ("any", "vllm", "native"):

@@ -17,6 +17,7 @@ from compress.qtensor import QuantSpec
 from compress.sizes import shape_bytes, stored_bytes
 
 HALF = 2  # bytes of an activation in 16 bit
+HEAP = 3  # bytes that a process on CPU takes for each of activations: the heap keeps what was freed
 LOGIT = 4  # bytes of a logit
 OVERHEAD = 0.05
 """Share of the card that the driver, the allocator's gaps and the engine keep for themselves."""
@@ -91,7 +92,7 @@ def weights_of(
     itemsize = shape.dtype.itemsize
     parts = by_part({name: itemsize * count for name, count in shape.tensors.items()})
     inside = sum(n * k for n, k in shape.linears.values())
-    widest = token_bytes(shape.hidden, shape.intermediate)
+    widest = token_bytes(shape.hidden, shape.intermediate) * (HEAP if on_cpu else 1)
     if spec is None:
         return Weights("16 bit", "16", parts, widest, inside)
     chosen = engines.choose(shape.linears, spec, engine, heads=shape.heads, dtype=shape.dtype)
@@ -101,8 +102,6 @@ def weights_of(
         parts[part_of(name)] += count + shape_bytes(chosen.spec) - itemsize * n * k
     if on_cpu:
         parts["copies"] = sum(_copy_bytes(size, chosen.spec) for size in sizes)
-        if spec.activation_bits is not None:
-            widest = _w8a8_token_bytes(shape)
     held = sum(n * k for n, k in sizes)
     return Weights(
         scheme=chosen.spec.scheme,
@@ -129,13 +128,6 @@ def _copy_bytes(size: tuple[int, int], spec: QuantSpec) -> int:
     return 0 if group is None else n * k // 2 + 2 * HALF * n * k // group  # scales and zeros
 
 
-def _w8a8_token_bytes(shape: Shape) -> int:
-    """Of a token in kernels/w8a8/cpu.py while up is made: as everywhere the residual, the MLP's
-    input and the gate in 16 bit, and the input in INT8, products in int32, and float32 of them.
-    """
-    return HALF * (2 * shape.hidden + shape.intermediate) + shape.hidden + 8 * shape.intermediate
-
-
 def all_schemes(
     shape: Shape, engine: str = "any", *, on_cpu: bool = False
 ) -> tuple[list[Weights], dict[str, str]]:
@@ -143,7 +135,7 @@ def all_schemes(
 
     A group size that does not divide is lowered as the quantizer lowers it, and listed once.
     """
-    found = {"16 bit": weights_of(shape, None)}
+    found = {"16 bit": weights_of(shape, None, on_cpu=on_cpu)}
     refused = {}
     for spec in SCHEMES:
         try:

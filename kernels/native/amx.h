@@ -90,7 +90,7 @@ inline void transpose(Square& square) {
 inline int64_t lines_of(int64_t bytes) { return (bytes + LINE - 1) / LINE; }
 
 // x, M rows of `bytes`, as tiles: for 16 tokens after the other, for each line; zeros beyond.
-inline std::unique_ptr<Square[]> in_tiles(const char* x, int64_t m, int64_t bytes) {
+inline std::unique_ptr<Square[]> in_tiles(const void* x, int64_t m, int64_t bytes) {
   const int64_t panels = (m + SIDE - 1) / SIDE, depth = lines_of(bytes);
   auto tiles = std::make_unique_for_overwrite<Square[]>(panels * depth);
   at::parallel_for(0, panels, rows_per_thread(SIDE * bytes), [&](int64_t begin, int64_t end) {
@@ -100,7 +100,7 @@ inline std::unique_ptr<Square[]> in_tiles(const char* x, int64_t m, int64_t byte
       Square& tile = tiles[at];
       if (tokens < SIDE || there < LINE) tile = {};
       for (int64_t i = 0; i < tokens; i++)
-        std::memcpy(&tile.rows[i], x + (token + i) * bytes + from, there);
+        std::memcpy(&tile.rows[i], static_cast<const char*>(x) + (token + i) * bytes + from, there);
       transpose(tile);
     }
   });
@@ -222,12 +222,14 @@ inline Tiled as_they_lie(const void* weight, int64_t row, int64_t rows, int64_t 
 }
 
 // The product of x, M rows of `bytes`, and all rows of `weights`.
+// rows_of_x(first, tokens): where so many rows of it lie, from one on, until it is asked again.
 // tiled(weight, row, rows, room): up to 32 rows of one of them as tiles find them.
-// output_of(weight, row, rows, token): a function of sums of 16 tokens, and the channel of those
-// rows, that gives floats.
-template <bool INTS, typename Weight, typename TiledOf, typename OutputOf>
-void amx_product(const void* x, const std::vector<Weight>& weights, BFloat16* y_MN, int64_t m,
-                 int64_t n, int64_t bytes, const TiledOf& tiled, const OutputOf& output_of) {
+// output_of(weight, row, rows, token): a function of sums of 16 tokens of those that were asked for
+// last, and the channel of those rows, that gives floats.
+template <bool INTS, typename Weight, typename RowsOfX, typename TiledOf, typename OutputOf>
+void amx_product(const RowsOfX& rows_of_x, const std::vector<Weight>& weights, BFloat16* y_MN,
+                 int64_t m, int64_t n, int64_t bytes, const TiledOf& tiled,
+                 const OutputOf& output_of) {
   struct Block {
     const Weight* weight;
     int64_t row, out;
@@ -245,7 +247,7 @@ void amx_product(const void* x, const std::vector<Weight>& weights, BFloat16* y_
     const int64_t tokens = std::min(together, m - first);
     // Of few tokens reading the weight takes the time, of many the products.
     const int64_t grain = rows_per_thread(BLOCK * bytes * std::max<int64_t>(1, tokens / SIDE));
-    const auto tiles = in_tiles(static_cast<const char*>(x) + first * bytes, tokens, bytes);
+    const auto tiles = in_tiles(rows_of_x(first, tokens), tokens, bytes);
     at::parallel_for(0, blocks.size(), grain, [&](int64_t begin, int64_t end) {
       const Tiles configured;
       Room room;
@@ -254,7 +256,7 @@ void amx_product(const void* x, const std::vector<Weight>& weights, BFloat16* y_
         const int64_t row = block.row, rows = std::min(BLOCK, block.weight->rows - row);
         BFloat16* y = y_MN + first * n + block.out;
         const auto output = [&](int64_t token) {
-          return output_of(*block.weight, row, rows, first + token);
+          return output_of(*block.weight, row, rows, token);
         };
         outputs<INTS>(tiled(*block.weight, row, rows, room), tiles.get(), y, rows, tokens, n, depth,
                       output);

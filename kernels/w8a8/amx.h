@@ -12,9 +12,16 @@ namespace compress {
 
 inline void w8a8_amx(const BFloat16* x_MK, const std::vector<Int8>& weights, BFloat16* y_MN,
                      int64_t m, int64_t n, int64_t k) {
-  const auto q_MK = std::make_unique_for_overwrite<int8_t[]>(m * k);
-  std::vector<float> scales_M((m + SIDE - 1) / SIDE * SIDE);
-  for_rows(m, 2 * k, [&](int64_t i) { scales_M[i] = quantize(x_MK + i * k, k, &q_MK[i * k]); });
+  std::vector<int8_t> q_MK;
+  std::vector<float> scales_M;
+  const auto rows_of_x = [&](int64_t first, int64_t tokens) {
+    q_MK.resize(tokens * k);
+    scales_M.resize((tokens + SIDE - 1) / SIDE * SIDE);
+    for_rows(tokens, 2 * k, [&](int64_t i) {
+      scales_M[i] = quantize(x_MK + (first + i) * k, k, q_MK.data() + i * k);
+    });
+    return q_MK.data();
+  };
   const auto tiled = [&](const Int8& w, int64_t row, int64_t rows, Room& room) {
     return as_they_lie(w.values, row, rows, k, row + BLOCK >= w.rows, room);
   };
@@ -29,7 +36,7 @@ inline void w8a8_amx(const BFloat16* x_MK, const std::vector<Int8>& weights, BFl
       return product + bias[there];
     };
   };
-  amx_product<true>(q_MK.get(), weights, y_MN, m, n, k, tiled, output_of);
+  amx_product<true>(rows_of_x, weights, y_MN, m, n, k, tiled, output_of);
 }
 
 }  // namespace compress

@@ -58,7 +58,11 @@ inline void w4a16_amx(const BFloat16* x_MK, const std::vector<Packed>& weights, 
                       int64_t m, int64_t n, const Grid& grid) {
   const int64_t k = grid.groups * grid.group;
   const int64_t stride = 2 * k + LINE;  // a power of two apart rows push each other out of the cache
-  const auto x = by_fours(x_MK, m * k);
+  std::unique_ptr<BFloat16[]> x;
+  const auto rows_of_x = [&](int64_t first, int64_t tokens) {
+    x = by_fours(x_MK + first * k, tokens * k);
+    return x.get();
+  };
   const auto tiled = [&](const Packed& w, int64_t row, int64_t rows, Room& room) {
     char* values = room.of(BLOCK * stride);
     for (int64_t i = 0; i < rows; i++)
@@ -66,7 +70,7 @@ inline void w4a16_amx(const BFloat16* x_MK, const std::vector<Packed>& weights, 
                      reinterpret_cast<BFloat16*>(values + i * stride), grid);
     return Tiled{values, stride, nullptr, 0};
   };
-  amx_product<false>(x.get(), weights, y_MN, m, n, 2 * k, tiled, as_summed<Packed>);
+  amx_product<false>(rows_of_x, weights, y_MN, m, n, 2 * k, tiled, as_summed<Packed>);
 }
 
 }  // namespace compress

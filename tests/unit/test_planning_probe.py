@@ -13,7 +13,7 @@ from transformers import AutoConfig, LlamaConfig
 from compress.errors import UserError
 from compress.planning import probe
 from compress.planning.devices import CPU, GPUS
-from compress.planning.memory import all_schemes
+from compress.planning.memory import HEAP, all_schemes, token_bytes
 from compress.planning.requests import Request
 from compress.planning.shape import shape_of
 from compress.planning.study import Question, study
@@ -91,7 +91,8 @@ def test_a_plan_for_a_cpu_counts_what_serves_the_model(monkeypatch: pytest.Monke
     assert plans["cpu"]["overhead"] == pytest.approx(process + 0.05 * (10**9 - process))
     at_once = {name: plan["schemes"][0]["largest_batch"]["16"] for name, plan in plans.items()}
     token = 4 * 2 * 2 * 64 * 2  # blocks, K and V, KV heads, channels, bytes
-    less = 0.95 * process / (512 * token + 4 * 1000)  # a request and its logits
+    kept = (HEAP - 1) * 512 * token_bytes(shape.hidden, shape.intermediate)  # of a prompt
+    less = (0.95 * process + kept) / (512 * token + 4 * 1000)  # a request and its logits
     assert at_once["gpu"] - at_once["cpu"] == pytest.approx(less, abs=1)
     with pytest.raises(UserError, match=r"wanted memory=4\d\d\.\dMB or more"):
         study(replace(cpu, memory=400_000_000))
