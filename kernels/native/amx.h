@@ -26,7 +26,7 @@ namespace compress {
 constexpr int64_t SIDE = 16;            // rows of a tile
 constexpr int64_t LINE = 64;            // bytes of a row of a tile, and of the cache's lines
 constexpr int64_t BLOCK = 2 * SIDE;     // channels, and tokens, of one block of outputs: 4 tiles
-constexpr int64_t L2_BYTES = 3 << 19;  // of x that are gone through for each block of channels
+constexpr int64_t L2_BYTES = 3 << 19;   // of x that are gone through for each block of channels
 
 // Linux gives a process these registers once it asks for them.
 inline bool amx_allowed() {
