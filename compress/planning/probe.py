@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from compress.kernels import dense
 from compress.kernels.bench import bind, random_weight
+from compress.kernels.native import build
 from compress.machine import hardware, high_water
 from compress.planning.devices import CPU, Curve, Device
 from compress.planning.shape import Shape
@@ -76,7 +77,7 @@ def measure_cpu(shape: Shape, timer: Timer = time.perf_counter) -> Device:
 def _plain(n: int, k: int) -> Linear:
     """As the runtime has it: ATen's, or where the CPU has AMX ours."""
     linear = torch.nn.Linear(k, n, bias=False, dtype=HALF)
-    return dense.Dense(linear.weight, None) if dense.has_amx() else linear
+    return dense.Dense(linear.weight, None) if build.has_amx() else linear
 
 
 def _quantized(n: int, k: int, spec: QuantSpec) -> Linear:

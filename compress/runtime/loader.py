@@ -19,7 +19,7 @@ from transformers import (
 from compress.blocks.structure import model_name
 from compress.errors import UserError
 from compress.kernels.backend import pick_backend
-from compress.kernels.dense import has_amx
+from compress.kernels.native import build
 from compress.quantization_config import read_quantization_config
 from compress.runtime import attention, dense
 from compress.runtime.configs import first_line, generation_config, model_config
@@ -75,7 +75,7 @@ def make_ready(model: PreTrainedModel, backend: str, *, fused: bool) -> None:
     if fused and backend == "triton":
         fuse(model)
     attention.install(model)
-    if model.device.type == "cpu" and has_amx():
+    if model.device.type == "cpu" and build.has_amx():
         dense.use(model)
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and model.device.type == "cpu":

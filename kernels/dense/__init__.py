@@ -7,7 +7,6 @@ order: a token can differ in its last bit from what it would be in a larger batc
 for decoding one request, and asked for by name.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,15 +35,9 @@ def fits(weight: Tensor) -> bool:
     return at_hand and weight.dtype == torch.bfloat16
 
 
-@functools.cache
-def has_amx() -> bool:
-    """Whether products are by amx.h, the same in any batch."""
-    return build.has("amx_bf16") and build.available() and bool(torch.ops.compress_cpu.amx())
-
-
 def linear() -> Linear:
     """That of this CPU, to be asked for once: compilers do not trace the asking."""
-    return by_amx if has_amx() else for_few_tokens
+    return by_amx if build.has_amx() else for_few_tokens
 
 
 def by_amx(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -83,7 +76,7 @@ class Dense:
         """One token [1, K] to the outputs of `parts` side by side, by one product."""
         weights, bias = [part.weight for part in parts], side_by_side(parts)
         ops = torch.ops.compress_cpu
-        product = ops.dense_amx if has_amx() else ops.dense
+        product = ops.dense_amx if build.has_amx() else ops.dense
 
         def run(x: Tensor) -> Tensor:
             y_MN = product(x, weights)

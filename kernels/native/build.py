@@ -110,6 +110,12 @@ def has(instructions: str) -> bool:
 
 
 @functools.cache
+def has_amx() -> bool:
+    """Whether the products of amx.h are there, which may take building them."""
+    return has("amx_bf16") and available() and bool(torch.ops.compress_cpu.amx())
+
+
+@functools.cache
 def _cpu() -> str:
     """What -march=native goes by: the instructions that Linux lists."""
     try:

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compress.kernels import dense
 from compress.kernels.native import build
 from compress.kernels.native.bias import side_by_side
 from compress.kernels.w8a8 import reference
@@ -40,7 +39,7 @@ def prepare(
     ones_K1 = torch.ones((weight.shape[1], 1), dtype=torch.int8)
     sums_N = torch._int_mm(weight, ones_K1).view(-1).mul_(128)
     bias_N = None if bias is None else bias.float()
-    return Int8(weight, sums_N, scales_N, bias_N, by_torch, dense.has_amx())
+    return Int8(weight, sums_N, scales_N, bias_N, by_torch, build.has_amx())
 
 
 @dataclass(frozen=True)

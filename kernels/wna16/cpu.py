@@ -82,7 +82,7 @@ def native_takes(k: int, spec: QuantSpec) -> bool:
 
 def amx_takes(k: int, spec: QuantSpec) -> bool:
     """Whether amx.h, where the CPU has AMX, dequantizes rows of K elements: by 64."""
-    return dense.has_amx() and spec.bits == 4 and (spec.group_size or k) % 64 == 0
+    return build.has_amx() and spec.bits == 4 and (spec.group_size or k) % 64 == 0
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def amx() -> None:
-    if not dense.has_amx():
+    if not build.has_amx():
         pytest.skip("no AMX here")
 
 
@@ -328,7 +328,7 @@ def test_the_number_of_threads_does_not_change_a_bit(tokens: int) -> None:
     weight = torch.randn(3000, 576, dtype=torch.bfloat16)
     if not dense.takes(weight):
         pytest.skip("no C++ compiler here")
-    if tokens > dense.FEW_TOKENS and not dense.has_amx():
+    if tokens > dense.FEW_TOKENS and not build.has_amx():
         pytest.skip("torch's product")
     x = torch.randn(tokens, 576, dtype=torch.bfloat16)
     before, found = torch.get_num_threads(), []

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from compress.kernels.dense import has_amx
 from compress.kernels.native import build
 
 HERE = Path(__file__).parent
@@ -60,7 +59,7 @@ CHOSEN = (
 def test_each_fault_is_found(tmp_path: Path) -> None:
     if not build.available():
         pytest.skip("no C++ compiler here")
-    faults = FAULTS + OF_AMX if has_amx() else FAULTS
+    faults = FAULTS + OF_AMX if build.has_amx() else FAULTS
     for name in build.TEXTS:
         text = (build.HERE.parent / name).read_text()
         for file, old, new, _ in faults:

@@ -42,7 +42,7 @@ def test_the_operators_are_sound_for_compilers(ops: Any) -> None:
         (ops.w4a16_amx, (x, [grid[0]] * 2, [scales[:, None]] * 2)),
     )
     for operator, arguments in (
-        *(by_amx if dense.has_amx() else ()),
+        *(by_amx if build.has_amx() else ()),
         (ops.dense, (x, [weight, weight])),
         (ops.w8a8, (x, [ints] * 2, [sums] * 2, [scales] * 2, None)),
         (ops.w8a8, (x.float(), [ints], [sums], [scales], scales)),
@@ -63,7 +63,7 @@ def test_no_input_channels_give_zeros(ops: Any) -> None:
     ints = torch.ones(4, 0, dtype=torch.int8)
     assert not ops.dense(x, [ints.bfloat16()]).any()
     assert not ops.w8a8(x, [ints], [sums], [scales], None).any()
-    if dense.has_amx():
+    if build.has_amx():
         assert not ops.dense_amx(x, [ints.bfloat16()]).any()
         assert not ops.w8a8_amx(x, [ints], [sums], [scales], None).any()
 
@@ -94,7 +94,7 @@ def test_operands_that_do_not_fit_are_refused(ops: Any) -> None:
 
 
 def test_amx_where_there_is_none_is_refused(ops: Any) -> None:
-    if dense.has_amx():
+    if build.has_amx():
         pytest.skip("there is")
     with pytest.raises(RuntimeError, match="no AMX for this process"):
         ops.dense_amx(torch.ones(1, 32).bfloat16(), [torch.ones(1, 32).bfloat16()])

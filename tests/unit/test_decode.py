@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from compress.errors import UserError
-from compress.kernels import dense, token
+from compress.kernels import token
 from compress.kernels.check import relative_error
 from compress.kernels.native import build
 from compress.log import logger
@@ -161,7 +161,7 @@ def test_a_block_is_few_calls(
         with Calls() as calls:
             step.logits(torch.tensor([[5]]), room)
     blocks = SIZES["num_hidden_layers"]
-    kind = "_amx" if dense.has_amx() else ""
+    kind = "_amx" if build.has_amx() else ""
     names = (f"dense{kind}", f"w8a8{kind}", "attend", "swiglu", "rmsnorm")
     assert {name: calls.counted[name] for name in names} == {
         f"dense{kind}": blocks + 1,  # with the head
