@@ -94,16 +94,12 @@ def runner(jobs: Jobs) -> Callable[[], None]:
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def run(composed: DictConfig) -> None:
-        from compress import config as schema
-        from compress import pipeline
+        from compress import pipeline, sweep
 
         with told_plainly():
-            settings = schema.typed(composed)
-            job = HydraConfig.get()
-            if job.mode == RunMode.MULTIRUN and composed.out is None:
-                # Each job of a sweep has a folder of its own, named by what it sweeps.
-                swept = job.job.override_dirname.replace("/", "-").replace("'", "")
-                settings.out = f"{settings.out}/{swept}"
+            given = HydraConfig.get()
+            swept = given.mode == RunMode.MULTIRUN
+            settings = sweep.settled(composed, given.job.override_dirname if swept else None)
             jobs.folders.append(Path(settings.out or ""))
             try:
                 pipeline.run(settings)
@@ -142,7 +138,11 @@ def command() -> None:
     schema.register()
     words = arguments.prepared(words)
     if not shows_help:
-        arguments.check(words)
+        asked = arguments.check(words)
+        if len(asked) > 1:
+            from compress import sweep
+
+            sweep.check(asked)
     elif not any(word.startswith("recipe=") for word in words):
         words.append("recipe=tiny")  # Hydra shows a whole configuration, so it needs one
     sys.argv[1:] = words

@@ -6,7 +6,9 @@ takes seconds to import: what is wrong without it, `check_early` says.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from itertools import chain, product
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import get_origin, get_type_hints
 
@@ -14,11 +16,12 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from compress.errors import ConfigError, UserError
 from compress.model_path import TINY, local
-from compress.quoting import PLAIN, is_quoted, quoted
+from compress.quoting import PLAIN, is_quoted, quoted, typed
 
 CONF = Path(__file__).parent / "conf"
 MULTIRUN = ("-m", "--multirun")
@@ -140,46 +143,81 @@ def _models(fields: list[str], sweeps: bool) -> list[str]:
     return [path[1:-1] if is_quoted(path) else path for path in paths]
 
 
-def check(arguments: list[str]) -> None:
-    """Raise UserError, in one line, for prepared arguments that Hydra would refuse with several.
+@dataclass(frozen=True)
+class Job:
+    """One of the `count` jobs of a command line, from 1 on, with its words as Hydra reads them.
 
-    Each job is composed, that what is wrong with any is said before the first runs.
+    swept: those of its words that are not of every job, as they were typed.
     """
+
+    number: int
+    count: int
+    words: list[str]
+    swept: list[str]
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Let a UserError name the job, in one line, where there are others."""
+        try:
+            yield
+        except UserError as error:
+            if self.count == 1:
+                raise
+            job = f"job {self.number} of {self.count} ({' '.join(self.swept)})"
+            raise UserError(f"{job}: {'; '.join(str(error).splitlines())}") from error
+
+
+def check(arguments: list[str]) -> list[tuple[Job, DictConfig]]:
+    """The jobs of prepared arguments, each with its configuration, Hydra's own among it.
+
+    Raises UserError, in one line, for what Hydra would refuse with several; all jobs are composed,
+    that what is wrong with any is said before the first runs.
+    """
+    fields = [a for a in arguments if not a.startswith("-") and "=" in a]
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return [(job, _composed(job)) for job in _jobs(fields, _sweeps(arguments))]
+
+
+def _composed(job: Job) -> DictConfig:
     from compress import config as schema
 
-    jobs = _jobs([a for a in arguments if not a.startswith("-") and "=" in a], _sweeps(arguments))
-    overrides = [_parsed(word) for word in dict.fromkeys(chain(*jobs))]
-    problems = [
-        problem
-        for name, value in ((o.key_or_group, o.value()) for o in overrides)
-        if name not in _groups() and name.replace("/", ".").split(".")[0] != "hydra"
-        if (problem := schema.type_problem(name, value))
-    ]
-    if problems:
-        raise ConfigError(problems)
-    try:
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            for job in jobs:
-                hydra.compose("config", overrides=job)
-    except (HydraException, OmegaConfBaseException) as error:
-        parts = [error, error.__cause__] if error.__cause__ else [error]
-        said = [str(part).strip().splitlines()[0] for part in parts if str(part).strip()]
-        raise UserError(": ".join(dict.fromkeys(said))) from error
+    with job.named():
+        problems = [
+            problem
+            for name, value in ((o.key_or_group, o.value()) for o in map(_parsed, job.words))
+            if name not in _groups() and name.replace("/", ".").split(".")[0] != "hydra"
+            if (problem := schema.type_problem(name, value))
+        ]
+        if problems:
+            raise ConfigError(problems)
+        try:
+            return hydra.compose("config", overrides=job.words, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            parts = [error, error.__cause__] if error.__cause__ else [error]
+            said = [str(part).strip().splitlines()[0] for part in parts if str(part).strip()]
+            raise UserError(": ".join(dict.fromkeys(said))) from error
 
 
-def _jobs(fields: list[str], sweeps: bool) -> list[list[str]]:
-    """The fields of each job, one value each."""
+def _jobs(fields: list[str], sweeps: bool) -> list[Job]:
+    """The jobs that these fields ask for, one value each, in Hydra's order and as it writes them:
+    it names them by their words.
+    """
     values = []
     for word in fields:
         override = _parsed(word)
+        name = override.get_key_element()
         if not override.is_sweep_override():
-            values.append([word])
+            values.append([f"{name}={override.get_value_element_as_str()}"])
         elif sweeps:
-            name = override.get_key_element()
             values.append([f"{name}={value}" for value in override.sweep_string_iterator()])
         else:
             raise UserError(f"{word}: several values; add --multirun for a run of each")
-    return [list(job) for job in product(*values)]
+    fixed = {given[0] for given in values if len(given) == 1}
+    jobs = [list(words) for words in product(*values)]
+    return [
+        Job(number, len(jobs), words, [typed(w) for w in words if w not in fixed])
+        for number, words in enumerate(jobs, 1)
+    ]
 
 
 def _parsed(word: str) -> Override:

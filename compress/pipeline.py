@@ -14,10 +14,11 @@ from compress.config import Config
 from compress.errors import GateError, UserError
 from compress.eval import gate
 from compress.machine import PeakDisk, PeakMemory, hardware, packages, release_memory
-from compress.model_path import locate
+from compress.model_path import TINY, local, locate
 from compress.stage import Run
 from compress.stages.report import CARD
 from compress.steps import MANIFESTS, Step, plan_steps, unmade
+from compress.text import documents
 
 logger = log.logger
 
@@ -49,6 +50,22 @@ def run(config: Config) -> Path:
             return out
         finally:
             log.stop()
+
+
+def check(config: Config) -> None:
+    """Raise UserError for what the start of `run` would refuse; nothing is written.
+
+    Nothing is fetched either: with a model of the hub there is no more to say than its options do,
+    and a data set of the hub is not read.
+    """
+    if config.model.path != TINY and local(config.model.path) is None:
+        return
+    steps = plan_steps(config, Path(config.out or ""))
+    ahead = unmade(config, steps)
+    if documents.on_hub(config.data):
+        ahead -= {"score"}  # of which its text is looked at
+    if ahead:
+        _refuse(config, ahead, _original(config, steps))
 
 
 def _original(config: Config, steps: list[Step]) -> Path | None:

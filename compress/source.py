@@ -4,7 +4,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,7 +69,13 @@ def configuration(model: Model, folder: Path | None) -> PretrainedConfig:
         return architecture()
     file = locate(model)
     with _reading_gguf(file):
-        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        return deepcopy(_gguf_configuration(file, file.stat().st_mtime_ns))
+
+
+@cache
+def _gguf_configuration(file: Path, changed: int) -> PretrainedConfig:
+    """Kept, since the file is read for seconds and every job of a sweep asks; `changed`: when."""
+    return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
 
 
 def shortest_window(folders: Iterable[Path], trust_remote_code: bool) -> int:

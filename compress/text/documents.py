@@ -220,9 +220,15 @@ def plain(document: Document) -> str:
     return "\n".join(message["content"] for message in document)
 
 
+def on_hub(data: Data) -> bool:
+    """Whether `data.path` is taken for a data set of the hub: no file, nor named like one."""
+    path = Path(data.path or "").expanduser()
+    return bool(data.path) and not path.exists() and path.suffix == ""
+
+
 def fingerprint(data: Data) -> str:
     """A hash of what the data say, so that a changed file is noticed; of its name, for the hub."""
-    if data.path and not Path(data.path).expanduser().exists() and Path(data.path).suffix == "":
+    if on_hub(data):
         name = f"hub:{data.path}@{data.revision}:{data.subset}:{data.split}"
         file = Path(data.heldout or "").expanduser()
         if not file.is_file():

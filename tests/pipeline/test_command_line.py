@@ -173,6 +173,92 @@ def test_a_sweep_makes_a_run_of_each_and_sets_them_side_by_side(
     assert (file.parent / "comparison.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["quantize.rate=1,0.5,2"],
+            "job 3 of 3 (quantize.rate=2): quantize.rate is 2.0; wanted above 0 and at most 1",
+        ),
+        (
+            ["quantize.rate=1,2", "quantize.rounding=gptq,best"],
+            "job 2 of 4 (quantize.rate=1 quantize.rounding=best): quantize.rounding is 'best'",
+        ),
+        (
+            ["data.samples=4,0", "data.length=64,8"],
+            "job 2 of 4 (data.samples=4 data.length=8): data.length is 8; wanted at least 16",
+        ),
+        (
+            ["seed=1,2", "data.samples=0", "data.length=8"],
+            "job 1 of 2 (seed=1): data.samples is 0; wanted at least 1; data.length is 8; wanted",
+        ),
+        (["seed=1,many"], "job 2 of 2 (seed=many): seed is 'many'; wanted a whole number"),
+        (
+            ["quantize=w8a16,w4a16", "quantize.group_size=null,0"],
+            "job 2 of 4 (quantize=w8a16 quantize.group_size=0): quantize.group_size is 0; wanted",
+        ),
+        (
+            ["score.text=null,no such.txt", "stages=[calibrate,quantize,export,score]"],
+            "job 2 of 2 (score.text=no such.txt): score.text=no such.txt: cannot be read as text",
+        ),
+        (["shrink.blocks=1,99"], "job 2 of 2 (shrink.blocks=99): "),
+        (
+            ["stages=[plan],[export]"],
+            "job 2 of 2 (stages=[export]): export needs statistics and quantized",
+        ),
+        (
+            ["quantize=w8a8,w4a16", "out=both"],
+            "job 2 of 2 (quantize=w4a16): its folder is both, as that of job 1; wanted one for",
+        ),
+    ],
+)
+def test_a_mistake_in_any_job_of_a_sweep_is_told_before_the_first_runs(
+    words: list[str],
+    said: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["recipe=tiny", f"model.path={tiny_model}", *words, "--multirun"]
+    monkeypatch.setattr(sys, "argv", ["compress", *given])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"compress: {said}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_jobs_of_a_sweep_are_checked_in_the_folders_that_they_run_in(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Config] = []
+    ran: list[Config] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline, "check", checked.append)
+    monkeypatch.setattr(pipeline, "run", lambda config: ran.append(config) or Path("ran"))
+    swept = ["score.text=a b,c/d,null", "quantize.keep=*.layers.0.*,x", "+score.gate.tasks.cloze=9"]
+    given = [f"model.path={tiny_model}", *swept, "stages=[plan,  score]", "data.seed=1,2"]
+    monkeypatch.setattr(sys, "argv", ["compress", "recipe=tiny", *given, "--multirun"])
+    main()
+    assert len(checked) == 12
+    assert checked == ran
+    assert len({config.out for config in checked}) == 12
+
+
+def test_of_a_sweep_over_models_of_the_hub_the_options_alone_are_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pipeline.check(composed("recipe=tiny", "model.path=no/such"))
+    pipeline.check(composed("recipe=tiny", "data.path=no/such"))
+    with pytest.raises(UserError, match=r"shrink\.blocks"):
+        pipeline.check(composed("recipe=tiny", "data.path=no/such", "shrink.blocks=99"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_wrong_model_leaves_no_folder(tmp_path: Path) -> None:
     out = tmp_path / "a" / "b"
     with pytest.raises(UserError, match="no such model"):
