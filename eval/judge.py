@@ -33,23 +33,38 @@ Questions = list[tuple[Task, list[Item]]]
 Job = tuple[str, Callable[[PreTrainedModel], Any]]
 
 
+@dataclass(frozen=True)
+class Unasked:
+    """A task of whose items, `of` as they were counted, only `fit` fit a context of this many
+    tokens, prompt and answer together.
+    """
+
+    name: str
+    fit: int
+    of: int
+    context: int
+
+
 def questions(
     tasks: list[Task], limit: int | None, tokenizer: PreTrainedTokenizerBase, context: int
-) -> Questions:
-    """The tasks, each with its first `limit` items, less those that need a longer context."""
-    found = []
+) -> tuple[Questions, list[Unasked]]:
+    """The tasks, each with its first `limit` items, less those that need a longer context; and the
+    tasks that these were taken from, which are not asked at all where none fits.
+    """
+    found, unasked = [], []
     for task in tasks:
         task = replace(task, window=min(task.window, context))
         every = items(task, limit, tokenizer)
         fit = fitting(task, every, tokenizer, context)
         if len(fit) < len(every):
+            unasked.append(Unasked(task.name, len(fit), len(every), context))
             logger.info(
                 f"  {task.name}: {len(every) - len(fit)} of {len(every)} items left out, since "
                 f"they do not fit the model's context of {context} tokens"
             )
         if fit:
             found.append((task, fit))
-    return found
+    return found, unasked
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def figures(run: Run, terms: Terms = UNKNOWN, load: Sequence[str] = ()) -> dict[
         "bits_per_weight": _bits(plan, export),
         "fidelity": score["fidelity"] if score else None,
         "tasks": [tasks.told(row) for row in score["tasks"]] if score else [],
+        "unasked": score.get("unasked", []) if score else [],
         "drift": score["drift"] if score else [],
         "faults": score["faults"] if score else [],
         "blocks": score["blocks"] if score else None,

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from compress.report import charts, length, load, words
 from compress.report.diff import word_diff
-from compress.report.tasks import label
+from compress.report.tasks import label, unasked
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -114,6 +114,7 @@ def _environment(escape: bool) -> Environment:
         load=load,
         words=words,
         label=label,
+        unasked=unasked,
         word_diff=word_diff,
         fields=fields,
         kinds=kinds,

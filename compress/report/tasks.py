@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from compress.eval.tasks import RIGHT_OR_WRONG
-from compress.report.words import listed, percent, points, several, signed, significant
+from compress.report.words import count, listed, percent, points, several, signed, significant
 
 Task = Mapping[str, Any]
 Change = Literal["better", "perhaps better", "unclear", "perhaps worse", "worse"]
@@ -56,6 +56,15 @@ def told(task: Task) -> dict[str, Any]:
 def label(task: Task) -> str:
     """`short answers, exact match`."""
     return f"{task['name']}, {task['metric']}".replace("_", " ")
+
+
+def unasked(task: Mapping[str, Any]) -> str:
+    """That items of a task do not fit the models' window, in one sentence."""
+    name, fit, of = task["name"].replace("_", " "), task["fit"], task["of"]
+    why = f"the window of {count(task['context'])} tokens, prompt and answer together"
+    if not fit:
+        return f"{name} was not asked: 0 of {several(of, 'item')} fit {why}."
+    return f"{name} was asked {count(fit)} of its {several(of, 'item')}: the rest do not fit {why}."
 
 
 def difference(task: Task) -> str:

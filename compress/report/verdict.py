@@ -265,6 +265,9 @@ def _tasks(figures: Figures) -> Iterator[Finding]:
     for about, text in (("Tasks", tasks.rest(scores)), (CANNOT_SHOW, tasks.blind(scores))):
         if text:
             yield Finding(about, text)
+    silent = [tasks.unasked(task) for task in figures["unasked"] if not task["fit"]]
+    if silent:
+        yield Finding("Not asked", " ".join(silent))
 
 
 def _tuned(figures: Figures) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Score: the compressed model beside its original, both loaded from disk as they are served."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,15 +86,12 @@ class Score:
         # The shorter one, so that both answer the same questions.
         context = shortest_window((dense, run.artifacts["checkpoint"]), trust)
         text, source = self.heldout(run.config.data)
+        tasks = [shortened(task, self.max_new_tokens) for task in named(self.tasks)]
+        asked, unasked = questions(tasks, self.limit, tokenizer, context)
         judge = Judge(
             tokenizer=tokenizer,
             windows=self._windows(text, tokenizer, context),
-            asked=questions(
-                [shortened(task, self.max_new_tokens) for task in named(self.tasks)],
-                self.limit,
-                tokenizer,
-                context,
-            ),
+            asked=asked,
             batch_size=self.batch_size,
             device=run.config.device,
             work=run.work,
@@ -112,6 +109,7 @@ class Score:
             "text": source,
             "kv_cache": judge.kv_cache,
         }
+        scores["unasked"] = [asdict(task) for task in unasked]
         _say(scores)
         if self.outputs:
             kl = written.divergences(judge, dense, run.artifacts["checkpoint"], outputs)

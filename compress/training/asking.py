@@ -65,10 +65,8 @@ def prepared(tasks: list[Task], limit: int, run: Run) -> list[Asked]:
     trust = run.config.model.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(run.original, trust_remote_code=trust)
     context = shortest_window((run.original, run.artifacts["quantized"]), trust)
-    return [
-        Asked(task, items, encoded(task, items, tokenizer))
-        for task, items in questions(tasks, limit, tokenizer, context)
-    ]
+    asked, _ = questions(tasks, limit, tokenizer, context)
+    return [Asked(task, items, encoded(task, items, tokenizer)) for task, items in asked]
 
 
 def right(asked: list[Asked], model: PreTrainedModel) -> Right:

@@ -71,7 +71,9 @@ def test_every_item_is_judged_as_the_harness_does(
     tokenizer = AutoTokenizer.from_pretrained(original)
     model = load(original)
     context = model.config.max_position_embeddings
-    ((task, its),) = questions([read(tmp_path / "own.yaml")], ITEMS[folder], tokenizer, context)
+    (((task, its),), _) = questions(
+        [read(tmp_path / "own.yaml")], ITEMS[folder], tokenizer, context
+    )
     answers = ask(model, tokenizer, task, its, batch_size=1)
     rows = score(task, its, answers)
     local = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}

@@ -51,6 +51,46 @@ def test_page_says_where_the_kv_cache_is_in_8_bit(run: SimpleNamespace) -> None:
     assert "as loaded from disk, its KV cache with K and V in 8 bit, as for the tasks" in shown
 
 
+UNASKED = [
+    {"name": "long_questions", "fit": 0, "of": 12, "context": 1024},
+    {"name": "needles", "fit": 1, "of": 3, "context": 1024},
+]
+NONE_FITS = (
+    "long questions was not asked: 0 of 12 items fit the window of 1,024 tokens, prompt and answer "
+    "together."
+)
+SOME_FIT = (
+    "needles was asked 1 of its 3 items: the rest do not fit the window of 1,024 tokens, prompt "
+    "and answer together."
+)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_tasks_that_do_not_fit_the_window_are_told_with_the_tasks(
+    run: SimpleNamespace, others: bool
+) -> None:
+    score = run.manifests["score"]["metrics"]
+    assert figures(run)["unasked"] == []  # of a run from before this was counted
+    score["unasked"] = UNASKED
+    if not others:
+        score["tasks"] = score["drift"] = []
+        run.config.score.gate.tasks = {}
+    found = figures(run)
+    assert found["unasked"] == UNASKED
+    (told,) = [f["text"] for f in found["verdict"]["findings"] if f["about"] == "Not asked"]
+    assert told == NONE_FITS
+    markup = page(found)
+    assert Tags(markup).open == []
+    shown = markup[markup.index('<section id="tasks">') : markup.index('<section id="speed">')]
+    assert ("<table>" in shown) == others
+    assert "was not run" not in shown
+    text = short(found)
+    shown_text = text[text.index("\n## Tasks\n") : text.index("\n## Stages\n")]
+    for sentence in (NONE_FITS, SOME_FIT):
+        assert sentence in shown
+        assert f"\n{sentence}\n" in shown_text
+
+
 def test_text_of_a_model_is_shown_not_run(run: SimpleNamespace) -> None:
     text = page(figures(run))
     assert "<script" not in text

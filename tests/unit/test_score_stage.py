@@ -134,6 +134,26 @@ def test_scores_and_outputs_are_written(folders, text, tmp_path, loads):
     assert any(o["before"] != o["after"] for o in outputs)
 
 
+def test_items_that_do_not_fit_the_window_are_counted(folders, text, tmp_path):
+    lengths = {"long": [1022, 2000], "mixed": [1021, 1022]}  # less two of the prompt and the answer
+    for name, sizes in lengths.items():
+        records = [{"question": "x" * n, "choices": ["a", "b"], "gold": 0} for n in sizes]
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+        (tmp_path / f"{name}.yaml").write_text(
+            f"kind: choice\nmetrics: [accuracy]\ndata: {name}.jsonl\nprompt: '{{question}} :'\n"
+        )
+    tasks = [str(tmp_path / f"{name}.yaml") for name in lengths]
+    run = run_of(folders, tmp_path / "work")
+    scores = Score(text=text, **SETTINGS, tasks=tasks).run(run, tmp_path)
+    assert [(row["name"], row["n"]) for row in scores["tasks"]] == [("mixed", 1)]
+    assert scores["unasked"] == [
+        {"name": "long", "fit": 0, "of": 2, "context": 1024},
+        {"name": "mixed", "fit": 1, "of": 2, "context": 1024},
+    ]
+    assert json.loads((tmp_path / "scores.json").read_text()) == scores
+
+
 def test_what_changes_in_answers_beside_their_scores_is_counted():
     task = named(["summaries"])[0]
     before = [Answer("1", "Two words."), Answer("2", "no " * 20), Answer("3", "长度三")]
