@@ -13,8 +13,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from compress import judged
 from compress.budget.choices import budget_problem
-from compress.engines import ENGINES
 from compress.errors import ConfigError, UserError
+from compress.given import ENGINES
 from compress.model_path import Model
 from compress.stage import Stage
 from compress.stages.allocate import Allocate

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from compress.errors import UserError
+from compress.given import ENGINES
 from compress.qtensor import QuantSpec
 from compress.sizes import saved_bytes
-
-ENGINES = ("any", "vllm", "sglang", "transformers", "native")
 
 Shape = tuple[int, int]  # (out_features N, in_features K)
 

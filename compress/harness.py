@@ -17,16 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from omegaconf import MISSING
-from transformers import AutoTokenizer
 
 from compress import options
 from compress.artifact import write_text
 from compress.errors import UserError
 from compress.eval import statistics
-from compress.runtime.loader import load
 
 
 @dataclass(kw_only=True)
@@ -72,6 +69,12 @@ def evaluate(
         raise UserError(
             f"lm-evaluation-harness is not installed ({error}); pip install 'compress-llm[harness]'"
         ) from error
+    # Not above: these take seconds, and what is wrong until here none.
+    import torch
+    from transformers import AutoTokenizer
+
+    from compress.runtime.loader import load
+
     model = HFLM(
         pretrained=load(folder, device=device),
         tokenizer=AutoTokenizer.from_pretrained(folder),

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from compress import processes
-
 T = TypeVar("T")
 
 logger = logging.getLogger("compress")
@@ -61,6 +59,8 @@ def progress(
 
     Where the console is no terminal, as in a pipe or a file, a line every EVERY seconds instead.
     """
+    from compress import processes  # here, since it takes torch, and whoever logs is not to
+
     if not processes.leads():
         return iter(items)
     if not sys.stderr.isatty():

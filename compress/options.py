@@ -60,7 +60,7 @@ def folder(out: str | Path) -> Path:
 def run(main: Callable[[list[str]], None], usage: str) -> None:
     """`main` of the command line's words; a user's mistake is one line on stderr and status 2.
 
-    Ctrl-C is status 130, as of any command.
+    So is Ctrl-C, with status 130, as of any command.
     """
     words = sys.argv[1:]
     if any(word in ("-h", "--help") for word in words):
@@ -72,4 +72,5 @@ def run(main: Callable[[list[str]], None], usage: str) -> None:
         sys.stderr.write(f"compress: {error}\n")
         sys.exit(2)
     except KeyboardInterrupt:
+        sys.stderr.write("compress: stopped\n")
         sys.exit(130)

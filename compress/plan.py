@@ -21,18 +21,18 @@ Prints what fits and the advice, and writes both files. docs/planning.md says ho
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from compress import options
 from compress.artifact import write_json, write_text
-from compress.engines import ENGINES
 from compress.errors import ConfigError
+from compress.given import ENGINES, SIZE, parse_size
 from compress.planning import advice, page, tables
 from compress.planning.devices import CPU, GPUS, Device, first_with
-from compress.planning.probe import measure_cpu
 from compress.planning.requests import read_requests
-from compress.planning.shape import Shape, read_model, shape_of
-from compress.planning.study import Question, study
-from compress.sizes import SIZE, parse_size
+
+if TYPE_CHECKING:
+    from compress.planning.shape import Shape
 
 
 @dataclass(kw_only=True)
@@ -69,8 +69,10 @@ class Options:
             raise ConfigError(problems)
 
 
-def _device(asked: Options, shape: Shape) -> Device:
+def _device(asked: Options, shape: "Shape") -> Device:
     if asked.device == CPU:
+        from compress.planning.probe import measure_cpu  # which takes torch
+
         return measure_cpu(shape)
     if asked.device is not None:
         return GPUS[asked.device]
@@ -80,11 +82,15 @@ def _device(asked: Options, shape: Shape) -> Device:
 def main(words: list[str]) -> None:
     """Plan, print, and write plan.json and plan.html."""
     asked = options.parsed(Options, words)
+    requests = read_requests(asked.requests, asked.rate, asked.seed)
+    # Not above: transformers takes seconds, and what is wrong until here none.
+    from compress.planning.shape import read_model, shape_of
+    from compress.planning.study import Question, study
+
     config = read_model(asked.model)
     place = Path(asked.model).expanduser().absolute()
     folder = place.parent if place.name == "config.json" else place
     name = folder.stem if folder.is_file() else folder.name
-    requests = read_requests(asked.requests, asked.rate, asked.seed)
     shape = shape_of(config, name)
     out = options.folder(asked.out or f"runs/plan/{name}")
     device = _device(asked, shape)

@@ -1,23 +1,13 @@
-"""Bytes: as a size is written, of a quantized weight, of the tensors in a model's folder."""
+"""Bytes of a quantized weight, and of the tensors in a model's folder."""
 
 import math
-import re
 from pathlib import Path
 
 from compress.qtensor import QuantSpec
 from compress.tensors import TensorFiles
 
-UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(MB|GB|MiB|GiB)")
 SHAPE_BYTES = 16
 """Of the `weight_shape`, two int64, that is stored beside a packed weight."""
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as `24GB` (10^9) or `80GiB` (2^30)."""
-    found = SIZE.fullmatch(text)
-    assert found is not None
-    return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def stored_bytes(shape: tuple[int, int], spec: QuantSpec, itemsize: int = 2) -> int:

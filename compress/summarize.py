@@ -12,9 +12,6 @@ from pathlib import Path
 from compress import options
 from compress.errors import ConfigError, UserError
 from compress.runtime import devices
-from compress.runtime.generate import chat_prompt, generate
-from compress.runtime.loader import load_with_tokenizer
-from compress.runtime.summary import summarize
 
 SENTENCE = 16
 """Tokens of a short sentence: summaries of fewer say nothing that an answer could be made from."""
@@ -63,6 +60,11 @@ def main(words: list[str]) -> None:
         raise UserError(f"file={asked.file}: cannot be read as text: {error}") from error
     if not text:
         raise UserError(f"file={asked.file}: empty; wanted a text")
+    # Not above: torch and transformers take seconds, and what is wrong until here none.
+    from compress.runtime.generate import chat_prompt, generate
+    from compress.runtime.loader import load_with_tokenizer
+    from compress.runtime.summary import summarize
+
     model, tokenizer = load_with_tokenizer(
         Path(asked.checkpoint).expanduser(),
         device=asked.device,

@@ -17,10 +17,11 @@ from compress import engines
 from compress.artifact import write_json
 from compress.blocks.structure import head_names, stored_name
 from compress.errors import UserError
+from compress.given import SIZE, parse_size
 from compress.model import linear_shapes, skeleton, storage_dtype, tied_names
 from compress.qtensor import QuantSpec
 from compress.report.words import listed
-from compress.sizes import SHAPE_BYTES, SIZE, parse_size, stored_bytes
+from compress.sizes import SHAPE_BYTES, stored_bytes
 
 if TYPE_CHECKING:
     from compress.config import Config

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from compress.blocks.structure import stored_name
 from compress.budget import choices
 from compress.errors import ConfigError, UserError
+from compress.given import SIZE, parse_size
 from compress.log import logger
 from compress.model import linear_shapes, skeleton, storage_dtype, tensor_counts
 from compress.planning.memory import LOGIT, OVERHEAD, by_part, part_of, token_bytes
@@ -20,14 +21,7 @@ from compress.preflight import preflight
 from compress.qtensor import QuantSpec
 from compress.report import words
 from compress.runtime.cache import KV_CACHES, bytes_per_token, make_cache
-from compress.sizes import (
-    SIZE,
-    parse_size,
-    shape_bytes,
-    stored_bytes,
-    tensor_bytes,
-    tensor_elements,
-)
+from compress.sizes import shape_bytes, stored_bytes, tensor_bytes, tensor_elements
 from compress.source import read_config
 from compress.stage import Run
 from compress.tensors import TensorFiles

@@ -16,11 +16,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
-from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -34,6 +32,9 @@ from compress.text import documents
 from compress.text.windows import Windows, draw
 from compress.training.endpoint import Endpoint
 from compress.training.teacher import Label, Teacher
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 VERSION = 1
 """Raised whenever the same settings would give other labels: old ones are then made again."""
@@ -68,7 +69,7 @@ class Batch:
 class Labels:
     """n windows with the teacher's labels. figures: what they cost, for the manifest."""
 
-    rows: Dataset
+    rows: "Dataset"
     k: int
     figures: dict[str, Any]
 
@@ -124,6 +125,8 @@ def make(place: Artifact, teacher: Teacher | Endpoint, windows: Windows) -> Labe
         assert done is not None
     else:
         logger.info("  soft labels: those on disk are of this teacher and this text")
+    from datasets import Dataset, concatenate_datasets  # a second, which other runs need not wait
+
     files = sorted(place.folder.glob("*.arrow"))
     rows = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
     figures = {**done["figures"], "bytes": sum(file.stat().st_size for file in files)}
@@ -164,6 +167,9 @@ def _write_parts(
 
 def _write_part(file: Path, label: Label, ids: Tensor, mask: Tensor) -> float:
     """Write the labels of some windows; returns the kept probability, summed over their tokens."""
+    from datasets import Features, Sequence, Value
+    from datasets.arrow_writer import ArrowWriter
+
     tokens, probabilities, rest = label(ids, mask)
     length, k = ids.shape[1], tokens.shape[-1]
     columns = {

@@ -144,6 +144,37 @@ def test_what_the_schema_does_not_say_is_told_before_it_is_imported(words: list[
     assert ended.stdout == "set()\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "word", "said"),
+    [
+        ("plan", "beam=8", "beam: no such option; did you mean beams?"),
+        ("plan", "engine=vlm", "engine is 'vlm'; wanted one of any, vllm, sglang, transformers"),
+        ("serve", "overlng=end", "overlng: no such option; did you mean overlong?"),
+        ("bench", "rounds=many", "rounds=many: Value 'many' of type 'str' could not be converted"),
+        ("summarize", "windows=9", "windows: no such option; did you mean window?"),
+        ("harness", "shot=5", "shot: no such option; did you mean shots"),
+        ("compare", "outs=x", "outs: no such option; did you mean out?"),
+    ],
+)
+def test_small_commands_tell_a_wrong_option_before_what_takes_seconds_is_imported(
+    command: str, word: str, said: str
+) -> None:
+    given = ["model=x"] if "engine" in word else []
+    code = f"import sys; from compress import options; from compress.{command} import main\n"
+    code += "try: options.run(main, '')\n"
+    code += "finally: print({'torch', 'transformers', 'datasets', 'pandas'} & sys.modules.keys())"
+    words = [sys.executable, "-c", code, word, *given]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"compress: {said}")
+    assert ended.stdout == "set()\n"
+
+
+def test_the_schema_is_had_without_what_reads_data_sets() -> None:
+    code = "import sys, compress.pipeline; print({'datasets', 'pandas'} & sys.modules.keys())"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
+
+
 def test_options_of_hydra_s_own_are_left_to_it() -> None:
     schema.register()
     arguments.check(["recipe=tiny", "hydra/job_logging=none", "hydra.job.name=x"])

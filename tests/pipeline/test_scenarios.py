@@ -8,10 +8,10 @@ import pytest
 from small import composed
 from transformers import AutoConfig
 
+from compress.given import parse_size
 from compress.planning.memory import OVERHEAD, needed, weights_of
 from compress.planning.requests import read_requests
 from compress.planning.shape import shape_of
-from compress.sizes import parse_size
 from tests.unit.test_planning import LLAMA_2_7B, QWEN25_7B
 
 ROOT = Path(__file__).resolve().parents[2]

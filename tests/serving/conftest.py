@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from compress import serve
 from compress.qtensor import QuantSpec
-from compress.runtime.server import app
+from compress.runtime.server import app, lifetime
 from compress.runtime.server.answers import Served
 from tests.unit.test_runtime import change_config, quantized
 
@@ -57,7 +57,7 @@ def folder(stories260k: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def running(settings: serve.Options, api_key: str | None = None) -> Iterator[Running]:
     """A server of these settings; it stops at the end."""
-    served = serve.served(settings)
+    served = lifetime.served(settings)
     listening = serve.listen("127.0.0.1", 0)
     server = uvicorn.Server(
         uvicorn.Config(app.build(served, api_key), lifespan="off", log_level="warning")

@@ -9,6 +9,7 @@ import pytest
 from compress import serve
 from compress.errors import UserError
 from compress.runtime.loader import load
+from compress.runtime.server import lifetime
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 def refusal(folder: Path) -> str:
     """What is said about the folder at the start, without its path."""
     with pytest.raises(UserError) as told:
-        serve.served(serve.Options(checkpoint=str(folder), device="cpu"))
+        lifetime.served(serve.Options(checkpoint=str(folder), device="cpu"))
     assert "\n" not in str(told.value)
     return str(told.value).removeprefix(str(folder))
 

@@ -17,7 +17,7 @@ from compress.runtime.load import figures
 from compress.runtime.load.drive import Course, continuous, static
 from compress.runtime.load.workload import MIXES, LoadRequest, arrivals, requests
 from compress.runtime.loader import load
-from compress.runtime.server.engine import Limits
+from compress.runtime.server.limits import Limits
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,13 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from compress import serve
 from compress.errors import UserError
 from compress.log import logger
 from compress.runtime import attention
+from compress.runtime.server import lifetime
 from compress.runtime.server.attention import mask
-from compress.runtime.server.engine import Engine, Limits, Load
+from compress.runtime.server.engine import Engine, Load
+from compress.runtime.server.limits import Limits
 from compress.runtime.server.sampling import Sampling, draw_scores
 
 CPU = torch.device("cpu")
@@ -123,7 +124,7 @@ def test_limits_that_the_context_cuts_are_told(
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("INFO", "compress")
-    found = [serve._within("new_tokens", limit, 64) for limit in (None, 1, 63, 64, 999)]
+    found = [lifetime._within("new_tokens", limit, 64) for limit in (None, 1, 63, 64, 999)]
     assert found == [63, 1, 63, 63, 63]
     # Once each: another handler of the same logger may have heard them too.
     assert list(dict.fromkeys(message.strip() for message in caplog.messages)) == [

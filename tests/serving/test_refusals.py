@@ -13,6 +13,7 @@ from compress.errors import UserError
 from compress.runtime.server import answers
 from compress.runtime.server.answers import begin
 from compress.runtime.server.errors import Refusal
+from compress.runtime.server.key import KEY_VARIABLE, key_of
 from compress.runtime.server.protocol import Completion
 from tests.serving.asking import complete, counted, number, raw
 from tests.serving.conftest import LONG, NAME, Running, running
@@ -121,11 +122,11 @@ def test_a_key_is_asked_for_where_there_is_one(folder: Path) -> None:
 
 
 def test_a_key_is_what_a_header_can_carry() -> None:
-    assert serve.key_of({}) is serve.key_of({serve.KEY_VARIABLE: ""}) is None
-    assert serve.key_of({serve.KEY_VARIABLE: "sk-1~\r\n"}) == "sk-1~"
+    assert key_of({}) is key_of({KEY_VARIABLE: ""}) is None
+    assert key_of({KEY_VARIABLE: "sk-1~\r\n"}) == "sk-1~"
     for key, found in (("aé", r"'é' at character 2"), ("a b", "' ' at"), ("\nab", r"'\\n' at")):
         with pytest.raises(UserError, match=f"^COMPRESS_API_KEY has {found}"):
-            serve.key_of({serve.KEY_VARIABLE: key})
+            key_of({KEY_VARIABLE: key})
 
 
 def test_a_body_that_a_page_in_a_browser_can_send_is_refused(server: Running) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from compress import serve
 from compress.runtime.generate import generate
 from compress.runtime.loader import load
-from compress.runtime.server import answers, app
+from compress.runtime.server import answers, app, lifetime
 from compress.runtime.server.answers import Answer, Served
 from compress.runtime.server.protocol import Common
 from tests.serving.asking import complete, counted, half_a_body, number
@@ -189,7 +189,7 @@ def test_a_prompt_that_is_still_read_is_answered_before_the_end(
     with running(settings) as ends, ThreadPoolExecutor(1) as pool:
         late = pool.submit(complete, ends.client, PROMPTS[3])
         assert reading.wait(10)
-        stopped = asyncio.run_coroutine_threadsafe(serve.stop(ends.served, 30), ends.loop)
+        stopped = asyncio.run_coroutine_threadsafe(lifetime.stop(ends.served, 30), ends.loop)
         assert not stopped.done()
         go_on.set()
         assert late.result().usage.completion_tokens == 24
@@ -204,7 +204,7 @@ def test_what_the_server_does_not_finish_is_to_be_sent_again(folder: Path) -> No
         stream = complete(ends.client, "Lily", max_tokens=450, stream=True)
         next(stream)
         assert ends.until(lambda: number(ends, "requests_running") == 2)
-        asyncio.run_coroutine_threadsafe(serve.stop(ends.served, 0), ends.loop)
+        asyncio.run_coroutine_threadsafe(lifetime.stop(ends.served, 0), ends.loop)
         with pytest.raises(InternalServerError, match=SEND_AGAIN) as whole:
             long.result()
         assert (whole.value.status_code, whole.value.response.headers["Retry-After"]) == (503, "5")

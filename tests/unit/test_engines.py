@@ -2,8 +2,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from compress.engines import ENGINES, choose, matching
+from compress.engines import choose, matching
 from compress.errors import UserError
+from compress.given import ENGINES
 from compress.qtensor import QuantSpec
 from compress.sizes import saved_bytes
 from compress.support import refuse_unsupported

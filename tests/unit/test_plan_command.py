@@ -13,6 +13,7 @@ import pytest
 from compress import options, plan
 from compress.errors import UserError
 from compress.plan import main
+from compress.planning import study
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -158,7 +159,7 @@ def test_a_config_that_is_none_is_told_by_what_is_wrong(
 def test_a_folder_that_cannot_be_written_is_refused_before_planning(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "study", lambda _: pytest.fail("planned all the same"))
+    monkeypatch.setattr(study, "study", lambda _: pytest.fail("planned all the same"))
     with pytest.raises(UserError, match=f"out={config}/x: cannot be written"):
         main([f"model={config}", f"out={config}/x"])
 
@@ -194,16 +195,18 @@ def test_a_plan_is_called_by_the_model_s_folder(
     assert [place.name for place in (tmp_path / "runs/plan").iterdir()] == ["Small-1.5B"]
 
 
-@pytest.mark.parametrize("command", ["compress.plan", "compress.serve"])
-def test_ctrl_c_while_libraries_are_imported_is_one_line(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [["compress.plan", "model=x"], ["compress.serve", "checkpoint=x"]]
+)
+def test_ctrl_c_while_libraries_are_imported_is_one_line(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     done = subprocess.run(
-        [sys.executable, "-m", command, "model=x"],
+        [sys.executable, "-m", *words],
         cwd=tmp_path,  # from where torch is imported
         capture_output=True,
         text=True,
         check=False,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    assert done.returncode != 0
+    assert done.returncode == 130
     assert done.stderr == "compress: stopped\n"

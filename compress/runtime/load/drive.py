@@ -12,7 +12,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from compress.runtime.load.workload import LoadRequest
-from compress.runtime.server.engine import Engine, Limits
+from compress.runtime.server.engine import Engine
+from compress.runtime.server.limits import Limits
 
 SAMPLE_SECONDS = 0.05
 

@@ -4,7 +4,8 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from compress.runtime.server.engine import PAGE, Engine
+from compress.runtime.server.engine import Engine
+from compress.runtime.server.limits import PAGE
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 ANSWERED = ("stop", "length")

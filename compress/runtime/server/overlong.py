@@ -1,10 +1,12 @@
 """Prompts that are too long, refused or cut to fit by a rule."""
 
 from collections.abc import Callable, Sequence
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from compress.runtime.server.errors import Refusal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REFUSE = "refuse"
 RULES = (REFUSE, "start", "middle", "end")
@@ -26,7 +28,7 @@ def cut_chat(
     messages: Sequence[Message],
     ids: list[int],
     encode: Callable[[Sequence[Message]], list[int]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     most: int,
     rule: str,
 ) -> list[int]:

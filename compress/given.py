@@ -1,0 +1,16 @@
+"""Options whose values are told right from wrong without torch, which takes seconds to import."""
+
+import re
+
+ENGINES = ("any", "vllm", "sglang", "transformers", "native")
+"""What will serve a checkpoint: what each accepts, compress.engines says."""
+
+UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(MB|GB|MiB|GiB)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `24GB` (10^9) or `80GiB` (2^30)."""
+    found = SIZE.fullmatch(text)
+    assert found is not None
+    return int(float(found[1]) * UNITS[found[2].upper()])
