@@ -195,7 +195,11 @@ def _composed(job: Job) -> DictConfig:
         except (HydraException, OmegaConfBaseException) as error:
             parts = [error, error.__cause__] if error.__cause__ else [error]
             said = [str(part).strip().splitlines()[0] for part in parts if str(part).strip()]
-            raise UserError(": ".join(dict.fromkeys(said))) from error
+            told = ": ".join(dict.fromkeys(said))
+            if "is not in struct" in told:  # and in the schema: one of a dict's, such as a limit
+                new = (word for word in job.words if f"'{word.partition('=')[0]}'" in told)
+                told += "".join(f"; the recipe has none yet: +{word} adds it" for word in new)
+            raise UserError(told) from error
 
 
 def _jobs(fields: list[str], sweeps: bool) -> list[Job]:

@@ -37,8 +37,8 @@ class Gate:
                 f"score.gate.token_ms is {self.token_ms}; wanted a finite number above 0, or null"
             )
         return wrong + [
-            f"score.gate.tasks names {name}, which score.tasks leaves out; ask it too, or drop it: "
-            f"~score.gate.tasks.{name}"
+            f"score.gate.tasks names {name}, which score.tasks leaves out; ask it too, or give no "
+            f"limit on it: ~score.gate.tasks.{name} takes off the recipe's"
             for name in self.tasks
             if name not in scored
         ]

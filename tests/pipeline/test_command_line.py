@@ -114,6 +114,10 @@ def test_options_anywhere_and_bare_words_for_lists(given: list[str], wanted: lis
         (["-m", "quantize.bits=4,8", "quantize.clip=(1"], "quantize.clip"),
         (["-m", "quantize.bits=4,many"], "many"),
         (["force=[quantize]", "only=score"], "wanted force=[score]"),
+        (
+            ["score.gate.tasks.cloze=3"],
+            "not in struct; the recipe has none yet: +score.gate.tasks.cloze=3 adds it",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(

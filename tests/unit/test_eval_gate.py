@@ -92,6 +92,6 @@ def test_limits_that_cannot_be_are_refused() -> None:
     assert error.value.problems == [
         "score.gate.tasks.boundary is nan; wanted 0 or more",
         "score.gate.kl is -1.0; wanted 0 or more",
-        "score.gate.tasks names boundary, which score.tasks leaves out; ask it too, or drop it: "
-        "~score.gate.tasks.boundary",
+        "score.gate.tasks names boundary, which score.tasks leaves out; ask it too, or give no "
+        "limit on it: ~score.gate.tasks.boundary takes off the recipe's",
     ]
