@@ -54,9 +54,11 @@ def sheet(outputs: Sequence[Mapping[str, Any]]) -> str:
     """report.outputs.csv: the outputs side by side, with a column for a person's mark.
 
     A cell that a spreadsheet would take for a formula starts with an apostrophe, since models and
-    prompts may write anything.
+    prompts may write anything. The mark at the start (a BOM) says UTF-8 to Excel, which takes text
+    without one for that of its country.
     """
     table = io.StringIO()
+    table.write("\ufeff")
     writer = csv.writer(table)
     writer.writerow([*SHEET, "mark"])
     for output in outputs:

@@ -221,7 +221,9 @@ def test_seconds_by_part_of_a_stage_that_went_on_say_so(run: SimpleNamespace) ->
 
 def test_the_sheet_can_be_marked_and_runs_no_formula(run: SimpleNamespace) -> None:
     outputs = [*figures(run)["outputs"], {"task": "t", "before": "=1+1", "after": '-a,"b"\nc'}]
-    rows = list(csv.DictReader(io.StringIO(sheet(outputs), newline="")))
+    written = sheet(outputs).encode()
+    assert written.startswith(b"\xef\xbb\xbftask,id,")  # without these Excel reads no UTF-8
+    rows = list(csv.DictReader(io.StringIO(written.decode("utf-8-sig"), newline="")))
     assert len(rows) == 21
     assert rows[0]["before"] == "The capital of France is Paris."
     assert rows[0]["references"] == "Paris"
