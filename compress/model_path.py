@@ -39,6 +39,8 @@ class Model:
         """A short name for folders and titles."""
         # Absolute, since `.` and `..` name nothing; links keep the name that the user gave them.
         path = Path(os.path.abspath(Path(self.path).expanduser()))
+        if path.parts[-2:] == ("stages", "source"):  # a model that a run made, or converted
+            path = path.parent.parent
         return path.name.removesuffix(".gguf") or "model"
 
 

@@ -23,6 +23,9 @@ from compress.model_path import Model, locate
         ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B-Instruct"),
         ("package:llm/some.Q4_1.gguf", "some.Q4_1"),
         ("tiny", "tiny"),
+        ("runs/smollm2_int8/SmolLM2.Q4_1/stages/source", "SmolLM2.Q4_1"),
+        ("stages/source/", "folder"),
+        ("my/source", "source"),
     ],
 )
 def test_every_path_has_a_name(
