@@ -144,8 +144,10 @@ def moment(iso: str | None) -> str:
 
 
 def listed(items: Iterable[str], last: str = "and") -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """`a`, `a and b`, `a, b and c`; where one has a comma, `a, x; b; and c`."""
     *head, tail = list(items) or [""]
+    if any("," in item for item in (*head, tail)):
+        return "; ".join([*head, f"{last} {tail}"]) if head else tail
     return f"{', '.join(head)} {last} {tail}" if head else tail
 
 

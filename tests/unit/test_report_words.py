@@ -68,6 +68,10 @@ def test_signs_and_shares() -> None:
     assert words.comparison(0, 1, "faster", "slower") == "not comparable"
     assert words.moment("2026-11-29T14:05:31+00:00") == "2026-11-29 14:05\u00a0UTC"
     assert words.listed(["a", "b", "c"]) == "a, b and c"
+    assert words.listed(["cloze, accuracy"]) == "cloze, accuracy"
+    tasks = ["cloze, accuracy", "short answers, contained", "summaries"]
+    assert words.listed(tasks[:2]) == "cloze, accuracy; and short answers, contained"
+    assert words.listed(tasks, "or") == "cloze, accuracy; short answers, contained; or summaries"
 
 
 def test_words_that_differ_are_marked() -> None:
