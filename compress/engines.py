@@ -15,6 +15,7 @@ import torch
 from compress.errors import UserError
 from compress.given import ENGINES
 from compress.qtensor import QuantSpec
+from compress.report import words
 from compress.sizes import saved_bytes
 
 Shape = tuple[int, int]  # (out_features N, in_features K)
@@ -260,7 +261,7 @@ def _fit_group(
     extra = sum(2 * n * (k / size - k / asked) for n, k in fitting.values())
     note = (
         f"groups of {size}, not {asked}, which does not divide K = {_words(uneven)}: "
-        f"{_megabytes(extra)} more of scales"
+        f"{words.said_size(extra)} more of scales"
     )
     return repaired, indivisible, note
 
@@ -278,7 +279,7 @@ def _kept_notes(
             asked = spec if divides else QuantSpec(spec.bits)
             cost += saved_bytes((n, k), asked)
         which = _words(sorted({name.rpartition(".")[2] for name in names}))
-        notes.append(f"16 bit: {len(names)} × {which} ({reason}), {_megabytes(cost)} more")
+        notes.append(f"16 bit: {len(names)} × {which} ({reason}), {words.said_size(cost)} more")
     return notes
 
 
@@ -293,7 +294,3 @@ def _near(pattern: str, names: Sequence[str]) -> list[str]:
 
 def _words(items: Iterable[object]) -> str:
     return ", ".join(str(item) for item in items)
-
-
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:.1f} MB"

@@ -20,7 +20,7 @@ from compress.errors import UserError
 from compress.given import SIZE, parse_size
 from compress.model import linear_shapes, skeleton, storage_dtype, tied_names
 from compress.qtensor import QuantSpec
-from compress.report.words import listed
+from compress.report.words import listed, said_size
 from compress.sizes import SHAPE_BYTES, stored_bytes
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def room(
         megabytes = math.ceil((least + others) / 1e5) / 10
         raise UserError(
             f"budget={budget}: the smallest formats of the choices make a checkpoint of "
-            f"{megabytes:.1f} MB, of which {others / 1e6:.1f} MB stay in 16 bit; wanted "
+            f"{megabytes:.1f} MB, of which {said_size(others)} stay in 16 bit; wanted "
             f"budget={megabytes:.1f}MB or more, or other allocate.choices"
         )
     if found >= most:

@@ -58,6 +58,11 @@ def size(value: Number) -> str:
     return _scaled(value, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")), "B")
 
 
+def said_size(value: float) -> str:
+    """`size` for a console or a log: its blank is one as any."""
+    return size(value).replace(SPACE, " ")
+
+
 def _scaled(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> str:
     for factor, unit in units:
         # 999,700 kB would round to 1,000 kB: from 999.5 of a unit on, the next one is used.

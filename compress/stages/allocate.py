@@ -23,7 +23,7 @@ from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.model import BlockModel, storage_dtype
 from compress.qtensor import QuantSpec, parse_scheme
-from compress.report.words import SPACE, size
+from compress.report.words import said_size
 from compress.sizes import tensor_elements
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
@@ -194,7 +194,7 @@ class Allocate:
                 seed=run.config.seed,
                 clock=clock,
             )
-            disk = size(sensitivity.disk).replace(SPACE, " ")
+            disk = said_size(sensitivity.disk)
             logger.info(f"  {sum(map(len, variants))} variants: {disk} of temporary disk")
             kl = sensitivity.measure()
         write_json(out / FILE, {"key": fingerprint(key), "kl": kl})

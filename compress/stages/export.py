@@ -13,6 +13,7 @@ from compress.artifact import write_text
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.report.card import model_card
+from compress.report.words import said_size
 from compress.stage import Run
 from compress.tensors import TensorFiles
 
@@ -52,7 +53,7 @@ class Export:
         weights = sum(f.stat().st_size for f in TensorFiles.files(out))
         read = verified["read_back"]
         logger.info(
-            f"  {weights / 1e6:.1f} MB in {len(TensorFiles.files(out))} file(s), "
+            f"  {said_size(weights)} in {len(TensorFiles.files(out))} file(s), "
             f"{verified['tensors']} tensors, {'read back and equal' if read else 'linked'}"
         )
         parameters = metrics.get("plan", {}).get("parameters")

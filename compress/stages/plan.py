@@ -20,6 +20,7 @@ from compress.planning.training import Step, Student, training_bytes
 from compress.preflight import preflight
 from compress.qtensor import QuantSpec
 from compress.report import words
+from compress.report.words import said_size
 from compress.runtime.cache import KV_CACHES, bytes_per_token, make_cache
 from compress.sizes import shape_bytes, stored_bytes, tensor_bytes, tensor_elements
 from compress.source import read_config
@@ -169,9 +170,9 @@ class Plan:
         memory: dict[str, Any],
     ) -> None:
         logger.info(
-            f"  weights {before['total'] / 1e9:.3f} GB to {after['total'] / 1e9:.3f} GB "
+            f"  weights {said_size(before['total'])} to {said_size(after['total'])} "
             f"({8 * after['total'] / parameters:.2f} bits a weight): "
-            f"{memory['total'] / 1e9:.2f} GB for {self.batch} x {self.tokens} tokens"
+            f"{said_size(memory['total'])} for {self.batch} x {self.tokens} tokens"
         )
         sizes = ", ".join(f"{kind} {size / 1e3:.1f} kB" for kind, size in by_kind.items())
         logger.info(f"  KV cache a token, by serve.kv_cache: {sizes}")
@@ -236,7 +237,7 @@ def _training(run: Run, student: Student) -> dict[str, dict[str, int]]:
         rank=settings.rank,
     )
     found = {way: training_bytes(student, step, way) for way in WAYS}
-    sizes = ", ".join(f"{way} {parts['total'] / 1e9:.1f} GB" for way, parts in found.items())
+    sizes = ", ".join(f"{way} {said_size(parts['total'])}" for way, parts in found.items())
     logger.info(f"  distill in one process, by what learns (train={settings.train}): {sizes}")
     return found
 
@@ -262,7 +263,7 @@ def _does_not_fit(memory: dict[str, Any], per_token: int) -> str:
     way_out = f"at this batch {most} tokens fit: plan.tokens={most}" if most else "take fewer bits"
     sizes = ("total", "weights", "kv_cache", "activations", "overhead", "given")
     total, weights, cache, activations, overhead, given = (
-        words.size(memory[name]).replace(words.SPACE, " ") for name in sizes
+        said_size(memory[name]) for name in sizes
     )
     return (
         f"plan: {total} needed (weights {weights}, KV cache {cache} for "

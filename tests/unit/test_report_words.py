@@ -35,6 +35,7 @@ def test_significant(value: float | None, digits: int, text: str) -> None:
     [(0, "0 B"), (999, "999 B"), (36540, "36.5 kB"), (999_700, "1.00 MB"), (1.234e9, "1.23 GB")],
 )
 def test_size(value: float, text: str) -> None:
+    assert words.said_size(58_000) == "58.0 kB"  # with a blank as any
     assert words.size(value) == text.replace(" ", words.SPACE)
 
 
