@@ -32,6 +32,7 @@ from compress.eval.length_judge import LengthJudge, length_judge
 from compress.machine import hardware, packages
 from compress.model import storage_dtype
 from compress.runtime.loader import load
+from compress.stages.distill import PRECISIONS
 from compress.training import long_training
 from compress.training.scaling import best, scale, search, window_of
 from compress.training.trainable import make_trainable
@@ -85,6 +86,7 @@ def fine_tuned(
         work=work,
         seed=0,
         dtype=storage_dtype(model.config, "auto"),
+        precision=getattr(torch, options.precision),
     )
     tokens = sum(len(piece.ids) for batch in batches for piece in batch)
     curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
@@ -109,6 +111,7 @@ def rows(options: argparse.Namespace, factor: float, done: dict[str, Any]) -> It
         depths=options.depths,
         seed=0,
         description=options.text.name,
+        precision=getattr(torch, options.precision),
     )
     if UNSCALED not in done:
         done[UNSCALED] = {"scaled": judge.judge(load(options.model, dtype=torch.float32))}
@@ -128,7 +131,7 @@ def rows(options: argparse.Namespace, factor: float, done: dict[str, Any]) -> It
         searched = {}
         if options.search:
             long = sliding_windows("\n\n".join(docs), judge.tokenizer, 1, longer, "its start")
-            searched = search(stretched, factor, long)
+            searched = search(stretched, factor, long, getattr(torch, options.precision))
         model = make_trainable(stretched(best(searched)))
         found = {"stretch": best(searched), "search": searched, "scaled": judge.judge(model)}
         if options.steps:
@@ -233,6 +236,7 @@ def main() -> int:
     add("--batch", type=int, default=1, help="training windows a step")
     add("--length", type=int, help="tokens of a training window; default: the new window")
     add("--passkey", type=float, default=0.1, help="share of training windows with a number hidden")
+    add("--precision", choices=PRECISIONS, default="float32", help="as extend.precision")
     add("--measures", type=int, default=4, help="in the course of a fine-tune")
     add("--windows", type=int, default=2, help="to judge on")
     add("--keys", type=int, default=1, help="numbers hidden at each depth and length; 0: none")

@@ -7,7 +7,8 @@ x prompt tokens), NEW tokens each. Predicted from config.json and the scheme alo
 this takes, Python and its libraries included, and TTFT and TPOT from a probe of the machine. Memory
 is measured in a process of its own, as the most that is resident while it answers. On one thread
 (the default) times are CPU seconds, which other work on the machine moves little; on more, wall
-seconds. --memory measures memory alone, which no other work moves. Prints the errors and writes
+seconds. Probe and model take turns, ROUNDS times: a virtual machine's speed can double within half
+an hour. --memory measures memory alone, which no other work moves. Prints the errors and writes
 benchmarks/results/plan-MODEL.json, or plan-memory-MODEL.json, with hardware and versions.
 """
 
@@ -40,7 +41,7 @@ from compress.source import describe
 HERE = Path(__file__).resolve().parent
 SETTINGS = ("1x128", "1x512", "8x256")
 NEW = 16
-ROUNDS = 3
+ROUNDS = 5
 
 
 def scheme_of(folder: Path, shape: Shape) -> Weights:
@@ -102,7 +103,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         weights = scheme_of(folder, shape)
         timed = times(folder, weights, shape, options) if not options.memory else {}
         for setting in options.settings:
-            batch, prompt = map(int, setting.split("x"))
+            batch, prompt = sizes(setting)
             resident = memory_of(folder, batch, prompt, options.threads)
             parts = needed(shape, weights, "16", batch, prompt + NEW, prompts=batch)
             row = {"scheme": weights.scheme, "setting": setting, "before": resident["before"]}
@@ -115,22 +116,38 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def times(
     folder: Path, weights: Weights, shape: Shape, options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """By setting, TTFT and TPOT, predicted and measured."""
+    """By setting, TTFT and TPOT, predicted and measured: medians of ROUNDS, each of which probes
+    the machine and then answers. probes: what each of them alone predicts of TPOT, in seconds.
+    """
     timer = time.process_time if options.threads == 1 else time.perf_counter
     model = load(folder)
-    clock = Clock(shape, weights, measure_cpu(shape, timer))
-    found = {}
+    clocks: list[Clock] = []
+    steps: dict[str, list[list[float]]] = {setting: [] for setting in options.settings}
     for setting in options.settings:
-        batch, prompt = map(int, setting.split("x"))
-        answer(model, batch, prompt, timer)
-        steps = [answer(model, batch, prompt, timer) for _ in range(ROUNDS)]
-        first = statistics.median(step[0] for step in steps)
-        later = statistics.median(second for step in steps for second in step[1:])
+        answer(model, *sizes(setting), timer)  # which warms up
+    for _ in range(ROUNDS):
+        clocks.append(Clock(shape, weights, measure_cpu(shape, timer)))
+        for setting, rounds in steps.items():
+            rounds.append(answer(model, *sizes(setting), timer))
+    found = {}
+    for setting, rounds in steps.items():
+        batch, prompt = sizes(setting)
+        first = statistics.median(step[0] for step in rounds)
+        later = statistics.median(second for step in rounds for second in step[1:])
+        prefills = [clock.prefill([prompt] * batch) for clock in clocks]
+        decodes = [clock.decode(batch, batch * (prompt + NEW / 2)) for clock in clocks]
         found[setting] = {
-            "ttft": (clock.prefill([prompt] * batch), first),
-            "tpot": (clock.decode(batch, batch * (prompt + NEW / 2)), later),
+            "ttft": (statistics.median(prefills), first),
+            "tpot": (statistics.median(decodes), later),
+            "probes": decodes,
         }
     return found
+
+
+def sizes(setting: str) -> tuple[int, int]:
+    """Batch and prompt tokens of "8x256"."""
+    batch, prompt = map(int, setting.split("x"))
+    return batch, prompt
 
 
 COLUMNS = {"memory": ("memory, MB", 1e6), "ttft": ("TTFT, ms", 1e-3), "tpot": ("TPOT, ms", 1e-3)}
