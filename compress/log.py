@@ -33,20 +33,25 @@ class _File(logging.FileHandler):
 
 def start(file: Path, level: int = logging.INFO) -> None:
     """Send the log to the console (words only) and to `file` (with time and level)."""
+    to_console(level)
+    full = _File(file)
+    full.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(full)
+
+
+def to_console(level: int = logging.INFO) -> None:
+    """Send the log to the console alone, as the small commands do."""
     stop()
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
     console = _Console()
     console.setLevel(level)
     console.setFormatter(logging.Formatter("%(message)s"))
-    full = _File(file)
-    full.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(console)
-    logger.addHandler(full)
 
 
 def stop() -> None:
-    """Close what `start` opened."""
+    """Close what `start` or `to_console` opened."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -21,7 +20,7 @@ from compress.blocks.structure import knows, stored_name
 from compress.errors import UserError
 from compress.machine import trim_heap
 from compress.runtime.linear import QuantLinear
-from compress.runtime.loader import assign, swap_linears, take_quantization
+from compress.runtime.loader import assign, swap_linears, take_quantization, without_weights
 from compress.tensors import TensorFiles
 
 
@@ -219,7 +218,7 @@ def skeleton(
 ) -> PreTrainedModel:
     """The model with no weights: parameters on the meta device, buffers computed."""
     config = copy.deepcopy(config)  # which would be told this dtype in place of the stored one
-    with init_empty_weights(include_buffers=False):
+    with without_weights():
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )

@@ -10,6 +10,7 @@ from typing import TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from compress import log
 from compress.errors import UserError
 
 T = TypeVar("T")
@@ -67,6 +68,7 @@ def run(main: Callable[[list[str]], None], usage: str) -> None:
         sys.stdout.write(usage)
         return
     try:
+        log.to_console()
         main(words)
     except UserError as error:
         sys.stderr.write(f"compress: {error}\n")

@@ -1,6 +1,8 @@
 """A model folder, dense or quantized, as a transformers model that runs through our kernels."""
 
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from compress.tensors import TensorFiles
 
 # Old Llama checkpoints store these frequencies; they follow from the configuration.
 FOLLOWS_FROM_CONFIG = "rotary_emb.inv_freq"
+_PATCHING = threading.Lock()
 
 
 def load(
@@ -113,6 +116,16 @@ def load_with_tokenizer(
     return model, tokenizer
 
 
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Models built here have their parameters on the meta device, in one thread at a time:
+    accelerate patches torch's modules for all threads, and two at once would leave them patched.
+    Buffers stay real: rotary frequencies are computed when a module is built, and not stored.
+    """
+    with _PATCHING, init_empty_weights(include_buffers=False):
+        yield
+
+
 def build_empty(
     folder: Path, device: str, dtype: torch.dtype | None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
@@ -123,8 +136,7 @@ def build_empty(
         dtype = dtype or config.dtype or torch.float32
         if dtype == torch.float16 and torch.device(device).type == "cpu":
             dtype = torch.bfloat16
-        # Buffers stay real: rotary frequencies are computed when a module is built, and not stored.
-        with init_empty_weights(include_buffers=False):
+        with without_weights():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )

@@ -10,7 +10,9 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -38,28 +40,30 @@ TEXTS = (
 COMPILER = "CXX"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 X86_FLAGS = ("-mprefer-vector-width=512",)
+ELF = struct.Struct("<4s36xQ10xHH2x")
+"""The header of a 64-bit ELF file: magic, offset of its table of sections, size and number of them."""
 
 
 @functools.cache
 def available() -> bool:
     """Whether `torch.ops.compress_cpu` is there to be called, which may take building it.
 
-    Says in one line why it is not.
+    Says in one line why it is not, as a warning, which Python shows where no log was begun.
     """
     program = compiler()
     if program is None:
-        logger.info(
+        logger.warning(
             f"  no C++ compiler, {_asked()!r}: a token on CPU takes torch's products, which are "
             f"slower; install g++, or name one in {COMPILER}"
         )
         return False
     try:
         binary = binary_of(program)
-        if not binary.exists():
+        if not is_whole(binary):
             _build(program, binary)
         torch.ops.load_library(binary)
     except (OSError, RuntimeError) as error:  # no home, no room, a folder that runs nothing
-        logger.info(
+        logger.warning(
             f"  {shlex.join(program)} does not build the CPU's kernels, torch's serve: {error}"
         )
         return False
@@ -104,6 +108,20 @@ def binary_of(program: list[str]) -> Path:
     return cache_folder() / "native" / f"{key}.so"
 
 
+def is_whole(binary: Path) -> bool:
+    """Whether the file is there with all that its ELF header says: to load one that a full disk or
+    a bad copy cut short can end the process by SIGBUS. The table of sections is the last of it.
+    """
+    if not binary.exists() or sys.platform != "linux":
+        return binary.exists()
+    with binary.open("rb") as file:
+        header = file.read(ELF.size)
+    if len(header) < ELF.size:
+        return False
+    magic, sections_at, section_bytes, sections = ELF.unpack(header)
+    return magic == b"\x7fELF" and binary.stat().st_size >= sections_at + sections * section_bytes
+
+
 def has(instructions: str) -> bool:
     """Whether Linux lists these `instructions`, such as amx_int8, of this CPU."""
     return instructions in _cpu().split()
@@ -133,6 +151,7 @@ def _build(program: list[str], binary: Path) -> None:
     root = Path(torch.__file__).parent
     start = time.perf_counter()
     binary.parent.mkdir(parents=True, exist_ok=True)
+    logger.info("  building the CPU's kernels, once for this machine")
     with tempfile.TemporaryDirectory(dir=binary.parent) as folder:
         aside = Path(folder) / binary.name
         command = [*program, *flags(), str(HERE / "ops.cpp"), "-o", str(aside)]

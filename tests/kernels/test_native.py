@@ -112,7 +112,7 @@ def test_what_keeps_the_kernels_from_being_built_is_told_in_a_line(
     monkeypatch.setenv("COMPRESS_CACHE", str(spoilt))
     binary = build.binary_of([false])
     binary.parent.mkdir(parents=True)
-    binary.write_text("no binary")
+    binary.write_bytes(build.ELF.pack(b"\x7fELF", build.ELF.size, 0, 0))  # whole, and nothing in it
     for compiler, cache, said in (
         ("nothing++", empty, "no C++ compiler, 'nothing++'"),
         ("g++ '-O2", empty, 'no C++ compiler, "g++ \'-O2"'),
@@ -125,8 +125,40 @@ def test_what_keeps_the_kernels_from_being_built_is_told_in_a_line(
         monkeypatch.setenv("COMPRESS_CACHE", str(cache))
         assert not build.available.__wrapped__()
         assert said in caplog.messages[-1]
+        assert caplog.records[-1].levelname == "WARNING"  # shown where no log was begun, too
         assert "\n" not in caplog.messages[-1]
     assert list((empty / "native").iterdir()) == []
+
+
+def test_a_binary_that_was_cut_short_is_built_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not build.available():
+        pytest.skip("no C++ compiler here")
+    compiler = build.compiler()
+    assert compiler is not None
+    built = build.binary_of(compiler).read_bytes()
+    monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path))
+    binary = build.binary_of(compiler)
+    binary.parent.mkdir(parents=True)
+    asked = []
+
+    def build_again(program: list[str], where: Path) -> None:
+        asked.append(where)
+        where.write_bytes(built)
+
+    monkeypatch.setattr(build, "_build", build_again)
+    # Its operators are there already, and are there once in a process.
+    monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
+    monkeypatch.setattr(build, "_register_fakes", lambda: None)
+    for kept in (0, 63, 64, len(built) // 2, len(built) - 1):
+        binary.write_bytes(built[:kept])
+        assert not build.is_whole(binary)
+        assert build.available.__wrapped__()
+        assert binary.read_bytes() == built
+    assert asked == [binary] * 5
+    assert build.available.__wrapped__()
+    assert len(asked) == 5
 
 
 @pytest.mark.slow

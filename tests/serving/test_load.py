@@ -102,6 +102,18 @@ def test_a_file_of_real_requests_is_read(
     assert sorted(len(request.prompt) for request in drawn) == list(range(1, 21))
 
 
+def test_answers_of_one_token_are_measured_beside_longer_ones(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    one, two = ({"prompt_tokens": 4, "new_tokens": n} for n in (1, 2))
+    found = requests(written(tmp_path, one, two, one), 3, tokenizer, 512, seed=0)
+    assert sorted(request.new_tokens for request in found) == [1, 1, 2]
+    with pytest.raises(UserError, match="all answers have one token; wanted one of 2 at least"):
+        requests(written(tmp_path, one, one), 2, tokenizer, 512, seed=0)
+    with pytest.raises(UserError, match="the prompt has 600 tokens and the answer 1; wanted"):
+        requests(written(tmp_path, {**one, "prompt_tokens": 600}), 2, tokenizer, 512, seed=0)
+
+
 @pytest.mark.parametrize("row", [{}, [], {"prompt": "a"}, {"prompt": "", "new_tokens": 4}, "{"])
 def test_a_line_that_says_too_little_is_named(
     row: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path

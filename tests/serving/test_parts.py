@@ -228,6 +228,8 @@ def test_draws_follow_the_softmax() -> None:
     # The likeliest three together are the first that reach 0.95.
     assert torch.allclose(shares(Sampling(top_p=0.95))[:3], scores[:3].softmax(0), atol=0.03)
     assert shares(Sampling(top_p=0.95))[3:].sum() == 0
+    for temperature in (1e-6, 1e-38, 1e-300):
+        assert shares(Sampling(temperature)).tolist() == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("keys", [1, 7, 65])

@@ -1,5 +1,6 @@
 """What the server refuses, and how it says so."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from compress.runtime.server import answers
 from compress.runtime.server.answers import begin
 from compress.runtime.server.errors import Refusal
 from compress.runtime.server.key import KEY_VARIABLE, key_of
-from compress.runtime.server.protocol import Completion
+from compress.runtime.server.protocol import Chat, Completion, read
 from tests.serving.asking import complete, counted, number, raw
 from tests.serving.conftest import LONG, NAME, Running, running
 
@@ -80,6 +81,27 @@ def test_what_is_no_request_is_refused(
     assert (found, message in answer["error"]["message"]) == (status, True)
     assert answer["error"]["type"] == "invalid_request_error"
     assert counted(server, "invalid") == before + 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "a"}}], "a part of type 'image_url' is not"),
+        (None, "found None; wanted a text, or parts of type text"),
+        ([5], "a part of type 5 is not served; wanted text"),
+        ([{"type": "text", "text": 5}], "Input should be a valid string"),
+    ],
+)
+def test_content_that_is_no_text_is_named(content: Any, message: str) -> None:
+    turn = {"role": "user", "content": content}
+    with pytest.raises(Refusal, match=rf"^messages\.0\.content.*: {message}"):
+        read(Chat, json.dumps({"model": NAME, "messages": [turn]}).encode())
+
+
+def test_a_turn_that_only_called_tools_says_nothing() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    body = read(Chat, json.dumps({"model": NAME, "messages": turns}).encode())
+    assert body.messages[1].plain() == {"role": "assistant", "content": ""}
 
 
 def test_an_unknown_route_is_told_in_the_same_shape(server: Running) -> None:

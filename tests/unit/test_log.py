@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compress import log
+from compress import log, options
 
 
 def test_console_has_the_words_and_the_file_time_and_level(
@@ -24,6 +24,15 @@ def test_console_has_the_words_and_the_file_time_and_level(
     written = (tmp_path / "log.txt").read_text()
     assert written.count("INFO compress: a line") == 2
     assert "DEBUG compress: for the file" in written
+
+
+def test_the_small_commands_show_what_is_logged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve", "port=1"])
+    options.run(lambda words: log.logger.warning(f"no compiler, {words}"), "usage")
+    log.stop()
+    assert capsys.readouterr().err == "no compiler, ['port=1']\n"
 
 
 def test_where_no_terminal_draws_a_bar_lines_come_now_and_then(

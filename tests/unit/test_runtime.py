@@ -4,7 +4,9 @@ import copy
 import io
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +20,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from compress import checkpoint
 from compress.errors import UserError
 from compress.kernels.check import relative_error
+from compress.model import skeleton
 from compress.qtensor import QTensor, QuantSpec, quantize
 from compress.quantization_config import quantization_config
 from compress.runtime.attention import in_words
+from compress.runtime.configs import model_config
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import load
 
@@ -293,3 +297,17 @@ def test_a_layer_moved_or_cast_binds_its_kernel_again() -> None:
     doubled = (layer(x) - layer.bias) / (before - layer.bias)
     torch.testing.assert_close(doubled, torch.full_like(doubled, 2), rtol=1e-4, atol=0)
     assert "W8A8" in repr(layer)
+
+
+def test_threads_that_load_at_once_leave_torch_as_it_was(tiny_model: Path) -> None:
+    config = model_config(tiny_model, trust_remote_code=False)
+
+    def build(_: int) -> set[str]:
+        begin.wait()
+        made = [skeleton(config, torch.float32) for _ in range(4)]
+        return {p.device.type for model in made for p in model.parameters()}
+
+    begin = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(build, range(4))) == [{"meta"}] * 4
+    assert nn.Linear(2, 2).weight.device.type == "cpu"

@@ -14,6 +14,7 @@ from compress.errors import UserError
 from compress.runtime.generate import encode
 
 SHORTEST = 2
+"""Tokens of an answer that has a time between two of them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def requests(
     """`number` requests of a named mix, each cut to fit into `context` tokens, or of a JSONL file.
 
     Raises UserError for a name that is none of MIXES and no file, and for a line of the file that
-    does not say both lengths or does not fit.
+    does not say both lengths or does not fit, or where no answer has SHORTEST tokens.
     """
     draw = np.random.default_rng(seed)
     vocabulary = len(tokenizer)
@@ -70,10 +71,16 @@ def requests(
     path = Path(workload).expanduser()
     lines = _lines(path, workload)
     chosen = draw.permutation(np.resize(np.arange(len(lines)), number))
-    return [
+    found = [
         _read(f"{path}, line {lines[i][0]}", lines[i][1], tokenizer, context, draw)
         for i in chosen.tolist()
     ]
+    if all(request.new_tokens < SHORTEST for request in found):
+        raise UserError(
+            f"{path}: all answers have one token; wanted one of {SHORTEST} at least, for the time "
+            "from one token to the next"
+        )
+    return found
 
 
 def arrivals(number: int, rate: float, seed: int) -> list[float]:
@@ -161,12 +168,12 @@ def _prompt(
 
 def _answer(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
     if isinstance(tokens := row.get("new_tokens"), int):
-        return tokens if tokens >= SHORTEST else 0
+        return max(0, tokens)
     turns = _turns(row)
     text = turns[-1]["content"] if turns else row.get("answer")
     if not isinstance(text, str):
         return 0
-    return max(SHORTEST, len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids))
+    return len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def _turns(row: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -5,7 +5,14 @@ A field that would change the answer and is not served is refused, not ignored.
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+)
 
 from compress.runtime.server.errors import Refusal
 
@@ -104,11 +111,28 @@ class TextPart(_Fields):
     text: str
 
 
+def _content(given: Any, turn: ValidationInfo) -> str | list[TextPart]:
+    """What a turn says: a text, or parts that are texts; null where an assistant only called tools,
+    as clients send it back.
+    """
+    if given is None and turn.data.get("role") == "assistant":
+        return ""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise ValueError(f"found {_short(given)}; wanted a text, or parts of type text")
+    kinds = [part.get("type") if isinstance(part, dict) else part for part in given]
+    other = next((kind for kind in kinds if kind != "text"), "text")
+    if other != "text":
+        raise ValueError(f"a part of type {_short(other)} is not served; wanted text")
+    return [TextPart.model_validate(part) for part in given]
+
+
 class Message(_Fields):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[str | list[TextPart], BeforeValidator(_content)]
     name: str | None = None
     # Empty in answers, which clients send back as the turns of the next request.
     refusal: None = None

@@ -34,7 +34,9 @@ class Sampling:
 def draw_scores(scores: Tensor, sampling: Sampling, position: int) -> Tensor:
     """Scores [V] whose largest is a draw from `scores` [V], for the token at `position`."""
     # Rows of one, since that is what the warpers take.
-    warped = scores.unsqueeze(0) / sampling.temperature
+    # Their differences, and by no less than float32 holds: a tiny temperature is as good as none.
+    coldest = torch.finfo(torch.float32).tiny
+    warped = (scores - scores.max()).unsqueeze(0) / max(sampling.temperature, coldest)
     if sampling.top_k:
         warped = TopKLogitsWarper(sampling.top_k)(None, warped)
     if sampling.top_p < 1:
