@@ -7,9 +7,11 @@ x prompt tokens), NEW tokens each. Predicted from config.json and the scheme alo
 this takes, Python and its libraries included, and TTFT and TPOT from a probe of the machine. Memory
 is measured in a process of its own, as the most that is resident while it answers. On one thread
 (the default) times are CPU seconds, which other work on the machine moves little; on more, wall
-seconds. Probe and model take turns, ROUNDS times: a virtual machine's speed can double within half
-an hour. --memory measures memory alone, which no other work moves. Prints the errors and writes
-benchmarks/results/plan-MODEL.json, or plan-memory-MODEL.json, with hardware and versions.
+seconds. Probe and model take turns, ROUNDS times, and the fastest of each is compared: a virtual
+machine can be nearly twice as slow from one second to the next, and never faster than it is. All
+rounds are in the results. --memory measures memory alone, which no other work moves. Prints the
+errors and writes benchmarks/results/plan-MODEL.json, or plan-memory-MODEL.json, with hardware and
+versions.
 """
 
 import argparse
@@ -41,7 +43,7 @@ from compress.source import describe
 HERE = Path(__file__).resolve().parent
 SETTINGS = ("1x128", "1x512", "8x256")
 NEW = 16
-ROUNDS = 5
+ROUNDS = 8
 
 
 def scheme_of(folder: Path, shape: Shape) -> Weights:
@@ -116,8 +118,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def times(
     folder: Path, weights: Weights, shape: Shape, options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """By setting, TTFT and TPOT, predicted and measured: medians of ROUNDS, each of which probes
-    the machine and then answers. probes: what each of them alone predicts of TPOT, in seconds.
+    """By setting, TTFT and TPOT, predicted and measured: the fastest of ROUNDS, each of which
+    probes the machine and then answers. rounds: all of them.
     """
     timer = time.process_time if options.threads == 1 else time.perf_counter
     model = load(folder)
@@ -132,14 +134,15 @@ def times(
     found = {}
     for setting, rounds in steps.items():
         batch, prompt = sizes(setting)
-        first = statistics.median(step[0] for step in rounds)
-        later = statistics.median(second for step in rounds for second in step[1:])
         prefills = [clock.prefill([prompt] * batch) for clock in clocks]
         decodes = [clock.decode(batch, batch * (prompt + NEW / 2)) for clock in clocks]
+        both = {
+            "ttft": (prefills, [step[0] for step in rounds]),
+            "tpot": (decodes, [statistics.median(step[1:]) for step in rounds]),
+        }
         found[setting] = {
-            "ttft": (statistics.median(prefills), first),
-            "tpot": (statistics.median(decodes), later),
-            "probes": decodes,
+            **{name: (min(told), min(seen)) for name, (told, seen) in both.items()},
+            "rounds": both,
         }
     return found
 

@@ -41,7 +41,7 @@ COMPILER = "CXX"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 X86_FLAGS = ("-mprefer-vector-width=512",)
 ELF = struct.Struct("<4s36xQ10xHH2x")
-"""The header of a 64-bit ELF file: magic, offset of its table of sections, size and number of them."""
+"""The header of a 64-bit ELF file: magic; where its table of sections is, their size and number."""
 
 
 @functools.cache
