@@ -144,7 +144,9 @@ def rows(options: argparse.Namespace, factor: float, done: dict[str, Any]) -> It
 def run(options: argparse.Namespace) -> None:
     """Judge what is missing, write the results and the page's tables."""
     file = RESULTS / f"extend-{options.name}.json"
-    asked = settings(options, "work", "factors", "methods")
+    # Results of before there was a choice are in float32 and do not say so.
+    unsaid = ["precision"] if options.precision == "float32" else []
+    asked = settings(options, "work", "factors", "methods", *unsaid)
     done = results_before(file, asked)
     window = window_of(AutoConfig.from_pretrained(options.model))
     for factor in options.factors:

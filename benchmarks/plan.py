@@ -7,11 +7,10 @@ x prompt tokens), NEW tokens each. Predicted from config.json and the scheme alo
 this takes, Python and its libraries included, and TTFT and TPOT from a probe of the machine. Memory
 is measured in a process of its own, as the most that is resident while it answers. On one thread
 (the default) times are CPU seconds, which other work on the machine moves little; on more, wall
-seconds. Probe and model take turns, ROUNDS times, and the fastest of each is compared: a virtual
-machine can be nearly twice as slow from one second to the next, and never faster than it is. All
-rounds are in the results. --memory measures memory alone, which no other work moves. Prints the
-errors and writes benchmarks/results/plan-MODEL.json, or plan-memory-MODEL.json, with hardware and
-versions.
+seconds. Probe and model take turns, ROUNDS times, and the fastest of both are compared: a virtual
+machine can be nearly twice as slow for some seconds, and is never faster than it is. All rounds are
+in the results. --memory measures memory alone, which no other work moves. Prints the errors and
+writes benchmarks/results/plan-MODEL.json, or plan-memory-MODEL.json, with hardware and versions.
 """
 
 import argparse

@@ -23,6 +23,13 @@ class _Console(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
+class Signed(logging.Formatter):
+    """Lines that begin with the program's name, as those of a command among others do."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"compress: {record.getMessage().strip()}"
+
+
 class _File(logging.FileHandler):
     """A log that gives up its lines on a full disk: what runs into that has its own to say."""
 
@@ -39,14 +46,14 @@ def start(file: Path, level: int = logging.INFO) -> None:
     logger.addHandler(full)
 
 
-def to_console(level: int = logging.INFO) -> None:
-    """Send the log to the console alone, as the small commands do."""
+def to_console(level: int = logging.INFO, words: logging.Formatter | None = None) -> None:
+    """Send the log to the console alone. words: how a line reads there; None: as it is."""
     stop()
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
     console = _Console()
     console.setLevel(level)
-    console.setFormatter(logging.Formatter("%(message)s"))
+    console.setFormatter(words)
     logger.addHandler(console)
 
 

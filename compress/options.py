@@ -68,7 +68,7 @@ def run(main: Callable[[list[str]], None], usage: str) -> None:
         sys.stdout.write(usage)
         return
     try:
-        log.to_console()
+        log.to_console(words=log.Signed())
         main(words)
     except UserError as error:
         sys.stderr.write(f"compress: {error}\n")
@@ -76,3 +76,5 @@ def run(main: Callable[[list[str]], None], usage: str) -> None:
     except KeyboardInterrupt:
         sys.stderr.write("compress: stopped\n")
         sys.exit(130)
+    finally:
+        log.stop()

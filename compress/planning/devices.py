@@ -24,10 +24,10 @@ FUSED = {"norm": 4, "rotation": 4, "product": 6}
 
 
 class Rate(Protocol):
-    """How fast the linears of a kind run."""
+    """How fast the linears of a kind run, or what is done to each value of a token."""
 
     def seconds(self, weights: int, size: int, tokens: int) -> float:
-        """Of linears with so many `weights` in `size` bytes, for a forward of `tokens`."""
+        """Of so many `weights` (or values a token) in `size` bytes, for a forward of `tokens`."""
         ...
 
 
@@ -41,6 +41,17 @@ class Roofline:
     def seconds(self, weights: int, size: int, tokens: int) -> float:
         """As in Rate."""
         return max(size / self.bytes_per_s, 2 * tokens * weights / self.flops_per_s)
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The same for every value of every token: value_s seconds."""
+
+    value_s: float
+
+    def seconds(self, weights: int, size: int, tokens: int) -> float:
+        """As in Rate."""
+        return weights * tokens * self.value_s
 
 
 @dataclass(frozen=True)
@@ -65,17 +76,18 @@ class Curve:
 class Device:
     """Where a model is served; all times in seconds.
 
-    memory: bytes. rates: of linears by kind (16, W8A8, W8A16, W4A16). value_s: a value's way
-    through a norm with the residual after it, a rotation, and the product of gate and up. pair_s: a
-    channel of a query meeting one of a key. kv_s: a byte of the KV cache in a decoding step.
-    block_s, forward_s: a block and a forward, however little they compute. call_s: by kind, what
-    the call of a quantized linear takes more than that of another. source: of these figures.
+    memory: bytes. rates: of linears by kind (16, W8A8, W8A16, W4A16). values: of what is done to
+    each value of a token, in place of a weight: a norm with the residual after it, a rotation, and
+    the product of gate and up. pair_s: a channel of a query meeting one of a key. kv_s: a byte of
+    the KV cache in a decoding step. block_s, forward_s: a block and a forward, however little they
+    compute. call_s: by kind, what the call of a quantized linear takes more than that of another.
+    source: of these figures.
     """
 
     name: str
     memory: int
     rates: Mapping[str, Rate]
-    value_s: Mapping[str, float]
+    values: Mapping[str, Rate]
     pair_s: float
     kv_s: float
     block_s: float
@@ -96,7 +108,7 @@ def _gpu(
             **dict.fromkeys(("16", "W8A16", "W4A16"), Roofline(bandwidth, half)),
             "W8A8": Roofline(bandwidth, int8),
         },
-        value_s={work: size / bandwidth for work, size in FUSED.items()},
+        values={work: Steady(size / bandwidth) for work, size in FUSED.items()},
         pair_s=4 / half,  # a product with K and one with V, 2 operations each
         kv_s=1 / bandwidth,
         block_s=GPU_BLOCK_SECONDS,

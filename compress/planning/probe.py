@@ -3,11 +3,12 @@
 Takes some ten seconds. Linears, heads and norms are of the model's own size, their weights random.
 """
 
-import statistics
+import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -30,10 +31,15 @@ from compress.runtime import attention
 HALF = torch.bfloat16
 BEYOND_CACHES = 128 << 20
 """Bytes of weights that are read by turns, so that none is in a cache."""
-TOKENS = (1, 4, 16, 64, 256)
+TOKENS = (1, 4, 16, 64, 256, 2048)
+"""The last is many prompts at once, whose activations no cache holds."""
 SMALL = 64
 """Channels of a linear so small that its call alone takes time."""
+MANY = 1024
+"""Tokens from which on reading the weights hardly counts."""
 CONTEXTS = (64, 1088)
+FEW, MORE = 2, 12
+"""Blocks of decoders whose difference is what a block takes."""
 ROUNDS = 7
 KINDS = {"W8A8": QuantSpec(8, activation_bits=8), "W8A16": QuantSpec(8), "W4A16": QuantSpec(4, 64)}
 
@@ -41,6 +47,33 @@ Timer = Callable[[], float]
 Linear = Callable[[Tensor], Tensor]
 SETTLING = 10_000_000
 """Bytes that the process takes more once a model has answered: 8 to 13 MB with SmolLM2."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to be timed: `repeats` calls of `run` at a time, each of which does `parts`."""
+
+    run: Callable[[], object]
+    repeats: int = 1
+    parts: int = 1
+
+
+def fastest(works: Mapping[Hashable, Work], timer: Timer) -> dict[Hashable, float]:
+    """Seconds of a part of each: the fastest of ROUNDS, in which all works take turns.
+
+    Other work, also that of other virtual machines, makes a round slower and never faster, and
+    comes and goes by the second: what was timed at once would be compared across its moods.
+    """
+    for work in works.values():
+        work.run()  # warms up
+    found = dict.fromkeys(works, math.inf)
+    for _ in range(ROUNDS):
+        for name, work in works.items():
+            start = timer()
+            for _ in range(work.repeats):
+                work.run()
+            found[name] = min(found[name], (timer() - start) / (work.repeats * work.parts))
+    return found
 
 
 @torch.inference_mode()
@@ -53,22 +86,32 @@ def measure_cpu(shape: Shape, timer: Timer = time.perf_counter) -> Device:
     for kind, spec in KINDS.items():
         fits = shape.hidden % (spec.group_size or 1) == 0
         makers[kind] = partial(_quantized, spec=spec if fits else QuantSpec(spec.bits))
-    calls = {
-        kind: _per_call(timer, [make(SMALL, SMALL)], 1, SMALL, repeats=100)
-        for kind, make in makers.items()
-    }
-    few, more = (small_step(timer, blocks, 1) for blocks in (2, 8))
-    block_s = max(0.0, (more - few) / 6)
+    works: dict[Hashable, Work] = {}
+    for kind, make in makers.items():
+        works |= _linears(kind, make, shape)
+    for tokens in TOKENS[-2:]:
+        works |= _values(shape, tokens)
+    seconds = fastest(works | _attention(shape) | _steps(), timer)
+
+    block_s = max(0.0, (seconds["blocks", MORE] - seconds["blocks", FEW]) / (MORE - FEW))
+    calls = {kind: seconds[kind, "call"] for kind in makers}
+    weights = shape.intermediate * shape.hidden
+
+    def curve(kind: str) -> Curve:
+        """Of the largest linear in the blocks, less what a call takes."""
+        taken = [seconds[kind, tokens] for tokens in TOKENS]
+        return Curve(TOKENS, [max(s - calls[kind], s / 10) / weights for s in taken])
+
     found = hardware()
     return Device(
         name=CPU,
         memory=psutil.virtual_memory().total,
-        rates={k: _curve(timer, make, shape, calls[k]) for k, make in makers.items()},
-        value_s=_values(timer, shape),
-        pair_s=_pair(timer, shape),
-        kv_s=_kv(timer, shape),
+        rates={kind: curve(kind) for kind in makers},
+        values={work: _value_curve(work, seconds) for work in ("norm", "rotation", "product")},
+        pair_s=seconds["pair"],
+        kv_s=max(0.0, _kv_s(shape, seconds)),
         block_s=block_s,
-        forward_s=max(0.0, few - 2 * block_s),
+        forward_s=max(0.0, seconds["blocks", FEW] - FEW * block_s),
         call_s={kind: max(0.0, call - calls["16"]) for kind, call in calls.items()},
         source=f"measured on {found['cpu']}, {found['torch_threads']} threads",
     )
@@ -84,67 +127,90 @@ def _quantized(n: int, k: int, spec: QuantSpec) -> Linear:
     return bind(random_weight(n, k, spec, "cpu", HALF), "cpu", HALF)
 
 
-def _curve(timer: Timer, make: Callable[[int, int], Linear], shape: Shape, call: float) -> Curve:
-    """Of the largest linear in the blocks, less what a call takes."""
+def _linears(kind: str, make: Callable[[int, int], Linear], shape: Shape) -> dict[Hashable, Work]:
+    """The largest linear in the blocks at each number of tokens, and what a call takes."""
     n, k = shape.intermediate, shape.hidden
     # No more than the model has: what fits into a cache as a whole is read from there.
-    count = min(3 * shape.blocks, BEYOND_CACHES // (2 * n * k))
-    linears = [make(n, k) for _ in range(max(2, count))]
-    seconds = [_per_call(timer, linears, tokens, k) for tokens in TOKENS]
-    return Curve(TOKENS, [max(s - call, s / 10) / (n * k) for s in seconds])
+    count = max(2, min(3 * shape.blocks, BEYOND_CACHES // (2 * n * k)))
+    linears = [make(n, k) for _ in range(count)]
+    small = [make(SMALL, SMALL)]
+    works: dict[Hashable, Work] = {(kind, "call"): Work(_by_turns(small, 1, SMALL), repeats=100)}
+    for tokens in TOKENS:
+        # Where reading the weights no longer counts, few of them are enough.
+        some = linears if tokens < MANY else linears[:2]
+        works[kind, tokens] = Work(_by_turns(some, tokens, k), parts=len(some))
+    return works
 
 
-def _per_call(
-    timer: Timer, linears: Sequence[Linear], tokens: int, k: int, repeats: int = 1
-) -> float:
+def _by_turns(linears: Sequence[Linear], tokens: int, k: int) -> Callable[[], None]:
     x = torch.randn((tokens, k)).to(HALF)
 
-    def by_turns() -> None:
+    def run() -> None:
         for linear in linears:
             linear(x)
 
-    return _seconds(timer, by_turns, repeats) / len(linears)
+    return run
 
 
-def _values(timer: Timer, shape: Shape) -> dict[str, float]:
-    """Seconds a value of a norm with the residual after it, a rotation, the MLP's product."""
-    tokens, norm = TOKENS[-1], LlamaRMSNorm(shape.hidden).to(HALF)
+def _values(shape: Shape, tokens: int) -> dict[Hashable, Work]:
+    """A norm with the residual after it, a rotation, the MLP's product; a part is a value."""
+    norm = LlamaRMSNorm(shape.hidden).to(HALF)
     hidden = torch.randn((1, tokens, shape.hidden)).to(HALF)
     gate = torch.randn((1, tokens, shape.intermediate)).to(HALF)
     q = torch.randn((1, shape.query_heads, tokens, shape.head_size)).to(HALF)
     k, table = q[:, : shape.kv_heads], torch.ones((1, tokens, shape.head_size), dtype=HALF)
+
+    def rotate() -> object:
+        return apply_rotary_pos_emb(q, k, table, table)
+
     return {
-        "norm": _seconds(timer, lambda: hidden + norm(hidden)) / hidden.numel(),
-        "rotation": _seconds(timer, lambda: apply_rotary_pos_emb(q, k, table, table))
-        / (q.numel() + k.numel()),
-        "product": _seconds(timer, lambda: F.silu(gate) * gate) / gate.numel(),
+        ("norm", tokens): Work(lambda: hidden + norm(hidden), parts=hidden.numel()),
+        ("rotation", tokens): Work(rotate, parts=q.numel() + k.numel()),
+        ("product", tokens): Work(lambda: F.silu(gate) * gate, parts=gate.numel()),
     }
 
 
-def _pair(timer: Timer, shape: Shape) -> float:
-    """Seconds of a channel of a query meeting one of a key, in causal attention."""
-    tokens = 2 * TOKENS[-1]
-    q = torch.randn((1, shape.query_heads, tokens, shape.head_size)).to(HALF)
-    seconds = _seconds(timer, lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
-    return seconds / (shape.query_heads * shape.head_size * tokens * tokens / 2)
+def _value_curve(work: str, seconds: Mapping[Hashable, float]) -> Curve:
+    """Of so few tokens that a cache holds their values, and of so many that none does."""
+    few, many = TOKENS[-2:]
+    least = seconds[work, few]
+    return Curve((1, few, many), (least, few * least, many * seconds[work, many]))
 
 
-def _kv(timer: Timer, shape: Shape) -> float:
-    """Seconds of a byte of the KV cache in a decoding step: what longer contexts take more, in one
-    block with the model's heads and hardly anything else.
+def _attention(shape: Shape) -> dict[Hashable, Work]:
+    """A channel of a query meeting one of a key, in causal attention ("pair"); and decoding steps
+    after few and many tokens, in one block with the model's heads and hardly anything else.
     """
+    tokens = 512
+    q = torch.randn((1, shape.query_heads, tokens, shape.head_size)).to(HALF)
     heads = {
         "num_attention_heads": shape.query_heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_size,
     }
-    short, long = (small_step(timer, 1, context, **heads) for context in CONTEXTS)
-    per_token = 2 * shape.kv_heads * shape.head_size * HALF.itemsize
-    return max(0.0, (long - short) / ((CONTEXTS[1] - CONTEXTS[0]) * per_token))
+    return {
+        "pair": Work(
+            lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True),
+            parts=shape.query_heads * shape.head_size * tokens * tokens // 2,
+        ),
+        **{("context", n): Work(small_decoder(1, n, **heads), repeats=10) for n in CONTEXTS},
+    }
 
 
-def small_step(timer: Timer, blocks: int, context: int, **heads: Any) -> float:
-    """Seconds of a decoding step after `context` tokens, in a decoder of few channels."""
+def _kv_s(shape: Shape, seconds: Mapping[Hashable, float]) -> float:
+    """Seconds of a byte of the KV cache in a decoding step: what longer contexts take more."""
+    short, long = CONTEXTS
+    bytes_more = (long - short) * 2 * shape.kv_heads * shape.head_size * HALF.itemsize
+    return (seconds["context", long] - seconds["context", short]) / bytes_more
+
+
+def _steps() -> dict[Hashable, Work]:
+    """Decoding steps of FEW and of MORE blocks that compute hardly anything."""
+    return {("blocks", n): Work(small_decoder(n, 64), repeats=10) for n in (FEW, MORE)}
+
+
+def small_decoder(blocks: int, context: int, **heads: Any) -> Callable[[], None]:
+    """A decoder of few channels that holds `context` tokens; called, it makes a decoding step."""
     heads = heads or {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"hidden_size": 16 * heads["num_attention_heads"], "intermediate_size": SMALL}
     config = LlamaConfig(num_hidden_layers=blocks, vocab_size=SMALL, **sizes, **heads)
@@ -152,12 +218,13 @@ def small_step(timer: Timer, blocks: int, context: int, **heads: Any) -> float:
     attention.install(model)  # as the loader does
     cache = DynamicCache(config=config)
 
-    def feed(tokens: int) -> None:
+    @torch.inference_mode()
+    def feed(tokens: int = 1) -> None:
         ids = torch.zeros((1, tokens), dtype=torch.long)
         model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
 
     feed(context)
-    return _seconds(timer, lambda: feed(1))
+    return feed
 
 
 @cache
@@ -172,17 +239,5 @@ def serving_process() -> int:
 
 def held() -> int:
     """Bytes resident at most in this process, once libraries have loaded what a forward needs."""
-    small_step(time.perf_counter, blocks=1, context=64)
+    small_decoder(blocks=1, context=64)()
     return high_water()
-
-
-def _seconds(timer: Timer, work: Callable[[], object], repeats: int = 10) -> float:
-    """The median of some rounds of `repeats` each, after one that warms up."""
-    work()
-    rounds = []
-    for _ in range(ROUNDS):
-        start = timer()
-        for _ in range(repeats):
-            work()
-        rounds.append((timer() - start) / repeats)
-    return statistics.median(rounds)

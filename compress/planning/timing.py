@@ -41,16 +41,13 @@ class Clock:
         plain, head = weights.plain_weights, shape.vocabulary * shape.hidden
         rate, half = device.rates[weights.kind], device.rates["16"]
         rotated = (shape.query_heads + shape.kv_heads) * shape.head_size
-        values = (
-            2 * shape.hidden * device.value_s["norm"]
-            + rotated * device.value_s["rotation"]
-            + shape.intermediate * device.value_s["product"]
-        )
+        touched = {"norm": 2 * shape.hidden, "rotation": rotated, "product": shape.intermediate}
+        values = sum(device.values[work].seconds(n, 0, tokens) for work, n in touched.items())
         return (
             rate.seconds(weights.quantized_weights, weights.quantized_bytes, tokens)
             + half.seconds(plain, HALF * plain, tokens)
             + half.seconds(head, HALF * head, rows)
-            + tokens * shape.blocks * values
+            + shape.blocks * values
             + weights.quantized * device.call_s.get(weights.kind, 0.0)
             + shape.blocks * device.block_s
             + device.forward_s

@@ -22,6 +22,7 @@ from compress.blocks.structure import model_name
 from compress.errors import UserError
 from compress.kernels.backend import pick_backend
 from compress.kernels.native import build
+from compress.machine import keep_heap
 from compress.quantization_config import read_quantization_config
 from compress.runtime import attention, dense
 from compress.runtime.configs import first_line, generation_config, model_config
@@ -48,8 +49,9 @@ def load(
 
     dtype: of weights and activations in 16 or 32 bit; None as stored, but float16 on CPU runs as
     bfloat16 (float16 matrix products are many times slower there). Scales keep the dtype they are
-    stored in. On CPU attention is that of compress.runtime.attention. trust_remote_code: run the
-    Python that lies in the folder, where config.json asks for it. fused: on Triton, run W8A8 blocks
+    stored in. On CPU attention is that of compress.runtime.attention, and the process keeps what it
+    frees (`machine.keep_heap`). trust_remote_code: run the Python that lies in the folder, where
+    config.json asks for it. fused: on Triton, run W8A8 blocks
     as in compress.runtime.fused; False where linears are to be exchanged. `save_pretrained` and
     `state_dict` give the checkpoint's layout, whatever order a kernel keeps. Peak memory is the
     model and one tensor, or where fused one block's gate and up. Raises UserError for a folder that
@@ -61,7 +63,8 @@ def load(
     skeleton = build_empty(folder, device, dtype, trust_remote_code)
     names = _fill(skeleton, folder, device)
     _check_complete(skeleton, names, folder)
-    skeleton.tie_weights()
+    with _PATCHING:  # or the tied weight would be on meta while another thread builds
+        skeleton.tie_weights()
     # What was real from the start: buffers that follow from the configuration.
     skeleton.to(device)
     make_ready(skeleton, backend, fused=fused)
@@ -76,10 +79,13 @@ def make_ready(model: PreTrainedModel, backend: str, *, fused: bool) -> None:
         if isinstance(module, QuantLinear):
             module.prepare(backend, model.dtype)
     if fused and backend == "triton":
-        fuse(model)
+        with _PATCHING:
+            fuse(model)
     attention.install(model)
-    if model.device.type == "cpu" and build.has_amx():
-        dense.use(model)
+    if model.device.type == "cpu":
+        keep_heap()
+        if build.has_amx():
+            dense.use(model)
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and model.device.type == "cpu":
         head.register_forward_pre_hook(_in_one_piece)
@@ -119,8 +125,9 @@ def load_with_tokenizer(
 @contextmanager
 def without_weights() -> Iterator[None]:
     """Models built here have their parameters on the meta device, in one thread at a time:
-    accelerate patches torch's modules for all threads, and two at once would leave them patched.
-    Buffers stay real: rotary frequencies are computed when a module is built, and not stored.
+    accelerate patches torch's modules for all threads, two at once would leave them patched, and a
+    parameter that another thread registers meanwhile goes to meta too. Buffers stay real: rotary
+    frequencies are computed when a module is built, and not stored.
     """
     with _PATCHING, init_empty_weights(include_buffers=False):
         yield

@@ -31,6 +31,8 @@ def process(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
         assert started.stderr is not None
         try:
             said = started.stderr.readline().strip()
+            while "kernels" in said:  # which are built, where they were not yet
+                said = started.stderr.readline().strip()
             assert said.startswith("compress: tiny is served at http://127.0.0.1:")
             with OpenAI(base_url=said.split()[-1], **CLIENT) as client:
                 yield started, client

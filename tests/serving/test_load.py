@@ -67,13 +67,14 @@ def test_a_line_that_does_not_fit_is_named(
 
 
 def test_how_many_are_cut_is_said(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "compress")
     words = [f"checkpoint={folder}", "workload=chat", "requests=3", "kv_tokens=64", "device=cpu"]
     bench.main([*words, "seed=1", "rate=50", f"out={tmp_path}"])
     cut = json.loads((tmp_path / "load.json").read_text())["cut"]
     assert cut > 0
-    assert f"{cut} of 3 requests are cut to the context of 64 tokens" in capsys.readouterr().err
+    assert f"{cut} of 3 requests are cut to the context of 64 tokens" in caplog.messages
     assert f"{cut} of 3 did not fit into the context and were cut." in (
         (tmp_path / "load.html").read_text()
     )
@@ -110,6 +111,10 @@ def test_answers_of_one_token_are_measured_beside_longer_ones(
     assert sorted(request.new_tokens for request in found) == [1, 1, 2]
     with pytest.raises(UserError, match="all answers have one token; wanted one of 2 at least"):
         requests(written(tmp_path, one, one), 2, tokenizer, 512, seed=0)
+    (first, _) = requests(
+        written(tmp_path, {"prompt_tokens": 4, "answer": ""}, two), 2, tokenizer, 512, seed=0
+    )
+    assert first.new_tokens in (1, 2)
     with pytest.raises(UserError, match="the prompt has 600 tokens and the answer 1; wanted"):
         requests(written(tmp_path, {**one, "prompt_tokens": 600}), 2, tokenizer, 512, seed=0)
 

@@ -87,7 +87,7 @@ def test_what_is_no_request_is_refused(
     ("content", "message"),
     [
         ([{"type": "image_url", "image_url": {"url": "a"}}], "a part of type 'image_url' is not"),
-        (None, "found None; wanted a text, or parts of type text"),
+        (None, "found null; wanted a text, or parts of type text"),
         ([5], "a part of type 5 is not served; wanted text"),
         ([{"type": "text", "text": 5}], "Input should be a valid string"),
     ],
@@ -98,7 +98,7 @@ def test_content_that_is_no_text_is_named(content: Any, message: str) -> None:
         read(Chat, json.dumps({"model": NAME, "messages": [turn]}).encode())
 
 
-def test_a_turn_that_only_called_tools_says_nothing() -> None:
+def test_null_of_an_assistant_is_an_empty_text() -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
     body = read(Chat, json.dumps({"model": NAME, "messages": turns}).encode())
     assert body.messages[1].plain() == {"role": "assistant", "content": ""}

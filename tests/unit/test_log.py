@@ -30,9 +30,9 @@ def test_the_small_commands_show_what_is_logged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["serve", "port=1"])
-    options.run(lambda words: log.logger.warning(f"no compiler, {words}"), "usage")
-    log.stop()
-    assert capsys.readouterr().err == "no compiler, ['port=1']\n"
+    options.run(lambda words: log.logger.warning(f"  no compiler, {words}"), "usage")
+    assert capsys.readouterr().err == "compress: no compiler, ['port=1']\n"
+    assert log.logger.handlers == []
 
 
 def test_where_no_terminal_draws_a_bar_lines_come_now_and_then(

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from compress.errors import UserError
 from compress.kernels.native import build
 from compress.planning import lengths, simulate
-from compress.planning.devices import GPUS, Curve, Device, Roofline, first_with
+from compress.planning.devices import GPUS, Curve, Device, Roofline, Steady, first_with
 from compress.planning.memory import (
     OVERHEAD,
     all_schemes,
@@ -241,7 +241,7 @@ def second_a_forward(model: Shape) -> Clock:
         name="metronome",
         memory=10**9,
         rates=dict.fromkeys(("16", "W8A8", "W8A16", "W4A16"), free),
-        value_s=dict.fromkeys(("norm", "rotation", "product"), 0.0),
+        values=dict.fromkeys(("norm", "rotation", "product"), Steady(0.0)),
         pair_s=0.0,
         kv_s=0.0,
         block_s=0.0,

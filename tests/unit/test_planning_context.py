@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from compress.planning import tables
 from compress.planning.advice import advice
 from compress.planning.context import long_context, within
-from compress.planning.devices import GPUS, Device, Roofline
+from compress.planning.devices import GPUS, Device, Roofline, Steady
 from compress.planning.memory import OVERHEAD, cache_room, weights_of
 from compress.planning.requests import Request
 from compress.planning.shape import Shape, shape_of
@@ -48,7 +48,7 @@ def clock(small: Shape) -> Clock:
         name="metronome",
         memory=10**9,
         rates=dict.fromkeys(("16", "W8A8", "W8A16", "W4A16"), free),
-        value_s=dict.fromkeys(("norm", "rotation", "product"), 0.0),
+        values=dict.fromkeys(("norm", "rotation", "product"), Steady(0.0)),
         pair_s=1 / (channels * 1000 * 1000 / 2),
         kv_s=0.0,
         block_s=0.0,

@@ -20,11 +20,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from compress import checkpoint
 from compress.errors import UserError
 from compress.kernels.check import relative_error
-from compress.model import skeleton
 from compress.qtensor import QTensor, QuantSpec, quantize
 from compress.quantization_config import quantization_config
 from compress.runtime.attention import in_words
-from compress.runtime.configs import model_config
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import load
 
@@ -299,15 +297,20 @@ def test_a_layer_moved_or_cast_binds_its_kernel_again() -> None:
     assert "W8A8" in repr(layer)
 
 
-def test_threads_that_load_at_once_leave_torch_as_it_was(tiny_model: Path) -> None:
-    config = model_config(tiny_model, trust_remote_code=False)
+@pytest.mark.parametrize("tied", [False, True])
+def test_threads_load_at_once(tied: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=tied)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    ids = torch.arange(8)[None]
+    wanted = load(tmp_path)(ids).logits
 
-    def build(_: int) -> set[str]:
+    def load_some(_: int) -> list[Tensor]:
         begin.wait()
-        made = [skeleton(config, torch.float32) for _ in range(4)]
-        return {p.device.type for model in made for p in model.parameters()}
+        return [load(tmp_path)(ids).logits for _ in range(8)]
 
     begin = threading.Barrier(4)
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(build, range(4))) == [{"meta"}] * 4
+        for logits in threads.map(load_some, range(4)):
+            assert all(found.equal(wanted) for found in logits)
     assert nn.Linear(2, 2).weight.device.type == "cpu"

@@ -1,32 +1,30 @@
 """A load put on a checkpoint in each way, and what came out."""
 
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from compress.log import logger
 from compress.machine import hardware, packages
 from compress.report import words
 from compress.runtime.attention import in_words
 from compress.runtime.load import figures
 from compress.runtime.load.drive import Drive, continuous, static
+from compress.runtime.load.options import Options
 from compress.runtime.load.workload import LoadRequest, arrivals, requests
 from compress.runtime.loader import load_with_tokenizer
 from compress.runtime.server.engine import context_of
-
-if TYPE_CHECKING:
-    from compress.bench import Options
 
 ROOM = 0.7
 """Of the throughput that continuous batching reaches: the rate of arrivals unless one is given."""
 
 
-def prepared(settings: "Options") -> tuple[PreTrainedModel, list[LoadRequest]]:
+def prepared(settings: Options) -> tuple[PreTrainedModel, list[LoadRequest]]:
     """The checkpoint, loaded, and the requests of the workload; tells how many had to be cut."""
     limits = settings.limits()
     model, tokenizer = load_with_tokenizer(
@@ -38,12 +36,12 @@ def prepared(settings: "Options") -> tuple[PreTrainedModel, list[LoadRequest]]:
     context = context_of(model, limits)
     asked = requests(settings.workload, settings.requests, tokenizer, context, settings.seed)
     if cut := sum(request.cut for request in asked):
-        _say(f"{cut} of {len(asked)} requests are cut to the context of {context} tokens")
+        logger.info(f"{cut} of {len(asked)} requests are cut to the context of {context} tokens")
     return model, asked
 
 
 def measured(
-    settings: "Options", model: PreTrainedModel, asked: Sequence[LoadRequest]
+    settings: Options, model: PreTrainedModel, asked: Sequence[LoadRequest]
 ) -> dict[str, Any]:
     """Put the load on the model in each way, and return the figures."""
     limits = settings.limits()
@@ -51,16 +49,16 @@ def measured(
 
     statics, drives = [], []
     for turn in range(settings.rounds):
-        _say(f"static and continuous batching, {turn + 1} of {settings.rounds}")
+        logger.info(f"static and continuous batching, {turn + 1} of {settings.rounds}")
         statics.append(static(model, asked, limits.running))
         drives.append(continuous(model, asked, limits))
     static_s, static_cpu_s = map(statistics.median, zip(*statics, strict=True))
     continuous_s = statistics.median(drive.seconds for drive in drives)
     continuous_cpu_s = statistics.median(drive.cpu_seconds for drive in drives)
     rate = settings.rate or ROOM * len(asked) / continuous_s
-    _say(f"as requests arrive, {words.significant(rate)} a second")
+    logger.info(f"as requests arrive, {words.significant(rate)} a second")
     opened = continuous(model, asked, limits, arrivals(len(asked), rate, settings.seed))
-    _say("prefill alone")
+    logger.info("prefill alone")
     first_tokens = [LoadRequest(request.prompt, 1) for request in asked]
     prefill = continuous(model, first_tokens, limits)
     halves = figures.apart(model, asked, prefill, drives[-1], figures.measure_peaks(model.device))
@@ -113,7 +111,3 @@ def _open_loop(drive: Drive, tokens: int) -> dict[str, Any]:
         ],
         "moments": [asdict(moment) for moment in drive.moments],
     }
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"compress: {line}\n")

@@ -173,7 +173,8 @@ def _answer(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
     text = turns[-1]["content"] if turns else row.get("answer")
     if not isinstance(text, str):
         return 0
-    return len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    # Of an empty answer the token that ended it.
+    return max(1, len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids))
 
 
 def _turns(row: Mapping[str, Any]) -> list[dict[str, str]]:

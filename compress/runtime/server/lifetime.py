@@ -3,11 +3,9 @@
 import asyncio
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -22,9 +20,7 @@ from compress.runtime.server.app import build
 from compress.runtime.server.engine import Engine, context_of
 from compress.runtime.server.key import KEY_VARIABLE
 from compress.runtime.server.metrics import Metrics
-
-if TYPE_CHECKING:
-    from compress.serve import Options
+from compress.runtime.server.options import Options
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_SECONDS = 1
@@ -32,7 +28,7 @@ LAST_SECONDS = 1
 POLL_SECONDS = 0.1
 
 
-def served(settings: "Options") -> Served:
+def served(settings: Options) -> Served:
     """Load the checkpoint and put an engine around it."""
     folder, limits = Path(settings.checkpoint).expanduser(), settings.limits()
     model, tokenizer = load_with_tokenizer(
@@ -91,9 +87,7 @@ def _name(folder: Path) -> str:
     return folder.parent.name if folder.name == "checkpoint" else folder.name
 
 
-async def run(
-    served: Served, listening: socket.socket, settings: "Options", key: str | None
-) -> None:
+async def run(served: Served, listening: socket.socket, settings: Options, key: str | None) -> None:
     """Serve until SIGTERM or SIGINT; then finish what runs, as far as `grace` lets it."""
     server = uvicorn.Server(
         uvicorn.Config(
@@ -112,20 +106,22 @@ async def run(
         signal.signal(number, stopped)
     host, port = listening.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    _say(f"{served.name} is served at http://{where}/v1")
+    logger.info(f"{served.name} is served at http://{where}/v1")
     if settings.host not in LOOPBACK and key is None:
-        _say(f"other machines can reach it, without a key; set {KEY_VARIABLE} to ask for one")
+        logger.info(
+            f"other machines can reach it, without a key; set {KEY_VARIABLE} to ask for one"
+        )
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         while not server.should_exit and not serving.done():
             await asyncio.sleep(POLL_SECONDS)
-        _say(f"stopping; requests have {settings.grace:g} s to finish")
+        logger.info(f"stopping; requests have {settings.grace:g} s to finish")
     finally:
         end = time.monotonic() + settings.grace
         await stop(served, settings.grace)
     await asyncio.wait([serving], timeout=max(LAST_SECONDS, end - time.monotonic()))
     if left := list(server.server_state.connections):
-        _say(f"cut off {len(left)} that did not read the answer in time")
+        logger.info(f"cut off {len(left)} that did not read the answer in time")
         for connection in left:
             connection.transport.abort()
     await serving
@@ -141,8 +137,3 @@ async def stop(served: Served, grace: float) -> None:
     while served.unanswered and time.monotonic() < deadline:
         await asyncio.sleep(POLL_SECONDS)
     await served.engine.stop(max(0.0, deadline - time.monotonic()))
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"compress: {line}\n")
-    sys.stderr.flush()

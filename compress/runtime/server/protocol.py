@@ -112,15 +112,14 @@ class TextPart(_Fields):
 
 
 def _content(given: Any, turn: ValidationInfo) -> str | list[TextPart]:
-    """What a turn says: a text, or parts that are texts; null where an assistant only called tools,
-    as clients send it back.
-    """
+    """What a turn says: a text, or parts that are texts; null, of an assistant, is an empty one."""
     if given is None and turn.data.get("role") == "assistant":
         return ""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise ValueError(f"found {_short(given)}; wanted a text, or parts of type text")
+        found = "null" if given is None else _short(given)
+        raise ValueError(f"found {found}; wanted a text, or parts of type text")
     kinds = [part.get("type") if isinstance(part, dict) else part for part in given]
     other = next((kind for kind in kinds if kind != "text"), "text")
     if other != "text":
