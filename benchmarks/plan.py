@@ -5,12 +5,13 @@
 The model and its quantized checkpoints are loaded and answer batches of prompts (--settings, batch
 x prompt tokens), NEW tokens each. Predicted from config.json and the scheme alone: the memory that
 this takes, Python and its libraries included, and TTFT and TPOT from a probe of the machine. Memory
-is measured in a process of its own, as the most that is resident while it answers. On one thread
+is measured in PROCESSES of its own, as the most that is resident while one answers. On one thread
 (the default) times are CPU seconds, which other work on the machine moves little; on more, wall
-seconds. Probe and model take turns, ROUNDS times, and the fastest of both are compared: a virtual
-machine can be nearly twice as slow for some seconds, and is never faster than it is. All rounds are
-in the results. --memory measures memory alone, which no other work moves. Prints the errors and
-writes benchmarks/results/plan-MODEL.json, or plan-memory-MODEL.json, with hardware and versions.
+seconds. Rounds of the probe and of the model take turns, and the fastest of both are compared: a
+virtual machine can be nearly twice as slow for some seconds (all rounds are in the results), and is
+never faster than it is. --memory measures memory alone, which no other work moves. Prints the
+errors and writes benchmarks/results/plan-MODEL.json, or plan-memory-MODEL.json, with hardware and
+versions.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from transformers import PreTrainedModel
 from compress.artifact import write_json
 from compress.machine import PeakMemory, hardware, packages
 from compress.planning.memory import Weights, needed, weights_of
-from compress.planning.probe import held, measure_cpu, serving_process
+from compress.planning.probe import Probe, held, serving_process
 from compress.planning.shape import Shape, read_model, shape_of
 from compress.planning.timing import Clock
 from compress.quantization_config import read_quantization_config
@@ -42,7 +43,7 @@ from compress.source import describe
 HERE = Path(__file__).resolve().parent
 SETTINGS = ("1x128", "1x512", "8x256")
 NEW = 16
-ROUNDS = 8
+ROUNDS, PROCESSES = 12, 3
 
 
 def scheme_of(folder: Path, shape: Shape) -> Weights:
@@ -76,13 +77,18 @@ def answer(
 
 
 def memory_of(folder: Path, batch: int, prompt: int, threads: int) -> dict[str, int]:
-    """Bytes resident `before` the model is loaded, and at most while it answers (`peak`); in a
-    process of its own.
+    """Bytes resident `before` the model is loaded, and at most while it answers (`peak`); of
+    PROCESSES of its own the one that took most, since their heaps do not fall in the same pieces.
     """
     asked = json.dumps({"folder": str(folder), "batch": batch, "prompt": prompt})
     command = [sys.executable, __file__, "--threads", str(threads), "--measure-memory", asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    done = [
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for _ in range(PROCESSES)
+    ]
+    return max(
+        (json.loads(said.splitlines()[-1]) for said in done), key=lambda found: found["peak"]
+    )
 
 
 def measure_memory(folder: str, batch: int, prompt: int) -> dict[str, int]:
@@ -117,31 +123,27 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def times(
     folder: Path, weights: Weights, shape: Shape, options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """By setting, TTFT and TPOT, predicted and measured: the fastest of ROUNDS, each of which
-    probes the machine and then answers. rounds: all of them.
+    """By setting, TTFT and TPOT, predicted by the fastest rounds of a probe and measured as the
+    fastest of ROUNDS between them. rounds: all that were measured.
     """
     timer = time.process_time if options.threads == 1 else time.perf_counter
-    model = load(folder)
-    clocks: list[Clock] = []
+    model, probe = load(folder), Probe(shape, timer)
     steps: dict[str, list[list[float]]] = {setting: [] for setting in options.settings}
     for setting in options.settings:
         answer(model, *sizes(setting), timer)  # which warms up
     for _ in range(ROUNDS):
-        clocks.append(Clock(shape, weights, measure_cpu(shape, timer)))
+        probe.take(1)
         for setting, rounds in steps.items():
             rounds.append(answer(model, *sizes(setting), timer))
-    found = {}
+    clock, found = Clock(shape, weights, probe.device()), {}
     for setting, rounds in steps.items():
         batch, prompt = sizes(setting)
-        prefills = [clock.prefill([prompt] * batch) for clock in clocks]
-        decodes = [clock.decode(batch, batch * (prompt + NEW / 2)) for clock in clocks]
-        both = {
-            "ttft": (prefills, [step[0] for step in rounds]),
-            "tpot": (decodes, [statistics.median(step[1:]) for step in rounds]),
-        }
+        first = [step[0] for step in rounds]
+        later = [statistics.median(step[1:]) for step in rounds]
         found[setting] = {
-            **{name: (min(told), min(seen)) for name, (told, seen) in both.items()},
-            "rounds": both,
+            "ttft": (clock.prefill([prompt] * batch), min(first)),
+            "tpot": (clock.decode(batch, batch * (prompt + NEW / 2)), min(later)),
+            "rounds": {"ttft": first, "tpot": later},
         }
     return found
 

@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -58,63 +58,84 @@ class Work:
     parts: int = 1
 
 
-def fastest(works: Mapping[Hashable, Work], timer: Timer) -> dict[Hashable, float]:
-    """Seconds of a part of each: the fastest of ROUNDS, in which all works take turns.
+class Probe:
+    """What this machine takes for a model of `shape`, on torch's threads: the fastest of the rounds
+    taken so far, in which all works take turns.
 
     Other work, also that of other virtual machines, makes a round slower and never faster, and
     comes and goes by the second: what was timed at once would be compared across its moods.
-    """
-    for work in works.values():
-        work.run()  # warms up
-    found = dict.fromkeys(works, math.inf)
-    for _ in range(ROUNDS):
-        for name, work in works.items():
-            start = timer()
-            for _ in range(work.repeats):
-                work.run()
-            found[name] = min(found[name], (timer() - start) / (work.repeats * work.parts))
-    return found
-
-
-@torch.inference_mode()
-def measure_cpu(shape: Shape, timer: Timer = time.perf_counter) -> Device:
-    """The device that this machine is for a model of `shape`, on torch's threads.
-
     timer: time.process_time, on one thread, leaves out what other programs do meanwhile.
     """
-    makers: dict[str, Callable[[int, int], Linear]] = {"16": _plain}
-    for kind, spec in KINDS.items():
-        fits = shape.hidden % (spec.group_size or 1) == 0
-        makers[kind] = partial(_quantized, spec=spec if fits else QuantSpec(spec.bits))
-    works: dict[Hashable, Work] = {}
-    for kind, make in makers.items():
-        works |= _linears(kind, make, shape)
-    for tokens in TOKENS[-2:]:
-        works |= _values(shape, tokens)
-    seconds = fastest(works | _attention(shape) | _steps(), timer)
 
-    block_s = max(0.0, (seconds["blocks", MORE] - seconds["blocks", FEW]) / (MORE - FEW))
-    calls = {kind: seconds[kind, "call"] for kind in makers}
-    weights = shape.intermediate * shape.hidden
+    @torch.inference_mode()
+    def __init__(self, shape: Shape, timer: Timer = time.perf_counter) -> None:
+        makers: dict[str, Callable[[int, int], Linear]] = {"16": _plain}
+        for kind, spec in KINDS.items():
+            fits = shape.hidden % (spec.group_size or 1) == 0
+            makers[kind] = partial(_quantized, spec=spec if fits else QuantSpec(spec.bits))
+        works = _attention(shape) | _steps()
+        for kind, make in makers.items():
+            works |= _linears(kind, make, shape)
+        for tokens in TOKENS[-2:]:
+            works |= _values(shape, tokens)
+        for work in works.values():
+            work.run()  # warms up
+        self._shape, self._timer, self._works = shape, timer, works
+        self._seconds = dict.fromkeys(works, math.inf)
 
-    def curve(kind: str) -> Curve:
+    @torch.inference_mode()
+    def take(self, rounds: int) -> None:
+        """So many rounds more."""
+        for _ in range(rounds):
+            for name, work in self._works.items():
+                start = self._timer()
+                for _ in range(work.repeats):
+                    work.run()
+                taken = (self._timer() - start) / (work.repeats * work.parts)
+                self._seconds[name] = min(self._seconds[name], taken)
+
+    def device(self) -> Device:
+        """The device that the machine is, by the rounds so far."""
+        seconds, found = self._seconds, hardware()
+        block_s = max(0.0, (seconds["blocks", MORE] - seconds["blocks", FEW]) / (MORE - FEW))
+        calls = {kind: seconds[kind, "call"] for kind in ("16", *KINDS)}
+        return Device(
+            name=CPU,
+            memory=psutil.virtual_memory().total,
+            rates={kind: self._curve(kind) for kind in calls},
+            values={work: self._value_curve(work) for work in ("norm", "rotation", "product")},
+            pair_s=seconds["pair"],
+            kv_s=max(0.0, self._kv_s()),
+            block_s=block_s,
+            forward_s=max(0.0, seconds["blocks", FEW] - FEW * block_s),
+            call_s={kind: max(0.0, call - calls["16"]) for kind, call in calls.items()},
+            source=f"measured on {found['cpu']}, {found['torch_threads']} threads",
+        )
+
+    def _curve(self, kind: str) -> Curve:
         """Of the largest linear in the blocks, less what a call takes."""
-        taken = [seconds[kind, tokens] for tokens in TOKENS]
-        return Curve(TOKENS, [max(s - calls[kind], s / 10) / weights for s in taken])
+        call, weights = self._seconds[kind, "call"], self._shape.intermediate * self._shape.hidden
+        taken = [self._seconds[kind, tokens] for tokens in TOKENS]
+        return Curve(TOKENS, [max(s - call, s / 10) / weights for s in taken])
 
-    found = hardware()
-    return Device(
-        name=CPU,
-        memory=psutil.virtual_memory().total,
-        rates={kind: curve(kind) for kind in makers},
-        values={work: _value_curve(work, seconds) for work in ("norm", "rotation", "product")},
-        pair_s=seconds["pair"],
-        kv_s=max(0.0, _kv_s(shape, seconds)),
-        block_s=block_s,
-        forward_s=max(0.0, seconds["blocks", FEW] - FEW * block_s),
-        call_s={kind: max(0.0, call - calls["16"]) for kind, call in calls.items()},
-        source=f"measured on {found['cpu']}, {found['torch_threads']} threads",
-    )
+    def _value_curve(self, work: str) -> Curve:
+        """Of so few tokens that a cache holds their values, and of so many that none does."""
+        few, many = TOKENS[-2:]
+        least = self._seconds[work, few]
+        return Curve((1, few, many), (least, few * least, many * self._seconds[work, many]))
+
+    def _kv_s(self) -> float:
+        """Of a byte of the KV cache in a decoding step: what longer contexts take more."""
+        (short, long), shape = CONTEXTS, self._shape
+        bytes_more = (long - short) * 2 * shape.kv_heads * shape.head_size * HALF.itemsize
+        return (self._seconds["context", long] - self._seconds["context", short]) / bytes_more
+
+
+def measure_cpu(shape: Shape) -> Device:
+    """The device that this machine is for a model of `shape`, on torch's threads."""
+    probe = Probe(shape)
+    probe.take(ROUNDS)
+    return probe.device()
 
 
 def _plain(n: int, k: int) -> Linear:
@@ -170,13 +191,6 @@ def _values(shape: Shape, tokens: int) -> dict[Hashable, Work]:
     }
 
 
-def _value_curve(work: str, seconds: Mapping[Hashable, float]) -> Curve:
-    """Of so few tokens that a cache holds their values, and of so many that none does."""
-    few, many = TOKENS[-2:]
-    least = seconds[work, few]
-    return Curve((1, few, many), (least, few * least, many * seconds[work, many]))
-
-
 def _attention(shape: Shape) -> dict[Hashable, Work]:
     """A channel of a query meeting one of a key, in causal attention ("pair"); and decoding steps
     after few and many tokens, in one block with the model's heads and hardly anything else.
@@ -195,13 +209,6 @@ def _attention(shape: Shape) -> dict[Hashable, Work]:
         ),
         **{("context", n): Work(small_decoder(1, n, **heads), repeats=10) for n in CONTEXTS},
     }
-
-
-def _kv_s(shape: Shape, seconds: Mapping[Hashable, float]) -> float:
-    """Seconds of a byte of the KV cache in a decoding step: what longer contexts take more."""
-    short, long = CONTEXTS
-    bytes_more = (long - short) * 2 * shape.kv_heads * shape.head_size * HALF.itemsize
-    return (seconds["context", long] - seconds["context", short]) / bytes_more
 
 
 def _steps() -> dict[Hashable, Work]:
