@@ -84,7 +84,8 @@ class Jobs:
         """Put the runs of a sweep side by side, those that have a report."""
         from compress import compare
 
-        reported = [folder for folder in self.folders if (folder / "report.json").exists()]
+        folders = dict.fromkeys(self.folders)  # jobs of one stage each may share one
+        reported = [folder for folder in folders if (folder / "report.json").exists()]
         if len(reported) > 1:
             print(f"side by side: {compare.write(reported)}")
 

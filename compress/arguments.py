@@ -173,9 +173,9 @@ def check(arguments: list[str]) -> list[tuple[Job, DictConfig]]:
     Raises UserError, in one line, for what Hydra would refuse with several; all jobs are composed,
     that what is wrong with any is said before the first runs.
     """
-    fields = [a for a in arguments if not a.startswith("-") and "=" in a]
+    fields, options = parted(arguments)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return [(job, _composed(job)) for job in _jobs(fields, _sweeps(arguments))]
+        return [(job, _composed(job)) for job in _jobs(fields, _sweeps(options))]
 
 
 def _composed(job: Job) -> DictConfig:
@@ -184,7 +184,9 @@ def _composed(job: Job) -> DictConfig:
     with job.named():
         problems = [
             problem
-            for name, value in ((o.key_or_group, o.value()) for o in map(_parsed, job.words))
+            for override in map(_parsed, job.words)
+            if not override.is_delete()
+            for name, value in [(override.key_or_group, override.value())]
             if name not in _groups() and name.replace("/", ".").split(".")[0] != "hydra"
             if (problem := schema.type_problem(name, value))
         ]

@@ -1,6 +1,7 @@
 """The jobs of a sweep: the folder of each, and what would end any of them, told before all run."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,17 +27,20 @@ def settled(composed: DictConfig, swept: str | None) -> Config:
 def check(jobs: Sequence[tuple[Job, DictConfig]]) -> None:
     """Raise UserError, in one line that names the job, for what the start of any would refuse.
 
-    jobs: each with its configuration, Hydra's own among it.
+    jobs: each with its configuration, Hydra's own among it. Jobs may share a folder where each runs
+    another stage alone (`only`); of those after the first the options are looked at, no more.
     """
-    folders: dict[str | None, Job] = {}
+    folders: dict[Path, dict[str | None, Job]] = {}
     for job, composed in jobs:
         with job.named():
             name = composed.hydra.job.override_dirname
             alone = OmegaConf.masked_copy(composed, [k for k in map(str, composed) if k != "hydra"])
             settings = settled(alone, name)
-            if (other := folders.setdefault(settings.out, job)) is not job:
+            here = folders.setdefault(Path(settings.out or "").resolve(), {})
+            if (other := here.setdefault(settings.only, job)) is not job:
                 raise UserError(
                     f"its folder is {settings.out}, as that of job {other.number}; wanted one for "
                     "each: leave out= away, or start them one by one, each with its out="
                 )
-            pipeline.check(settings)
+            if len(here) == 1:  # the others read what those before them will leave there
+                pipeline.check(settings)

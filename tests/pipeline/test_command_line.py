@@ -245,6 +245,18 @@ def test_a_sweep_makes_a_run_of_each_and_sets_them_side_by_side(
             ["quantize=w8a8,w4a16", "out=both"],
             "job 2 of 2 (quantize=w4a16): its folder is both, as that of job 1; wanted one for",
         ),
+        (
+            ["out=a,b,./b/../a"],
+            "job 3 of 3 (out=./b/../a): its folder is ./b/../a, as that of job 1; wanted one for",
+        ),
+        (
+            ["quantize=w8a8,w4a16", "only=quantize,export", "out=both"],
+            "job 3 of 4 (quantize=w4a16 only=quantize): its folder is both, as that of job 1;",
+        ),
+        (
+            ["seed=1,2", "~score.gate.tasks.cloze"],
+            "job 1 of 2 (seed=1): Could not delete from config. 'score.gate.tasks.cloze' does not",
+        ),
     ],
 )
 def test_a_mistake_in_any_job_of_a_sweep_is_told_before_the_first_runs(
@@ -266,21 +278,67 @@ def test_a_mistake_in_any_job_of_a_sweep_is_told_before_the_first_runs(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("recipe", "word", "limits"),
+    [
+        ("tiny", "+score.gate.tasks.cloze=9", {"cloze": 9}),
+        ("smollm2_int8", "+score.gate.tasks.cloze=9", {"knowledge": 10, "cloze": 9}),
+        ("smollm2_int8", "~score.gate.tasks.knowledge", {}),
+        ("smollm2_int8", "~score.gate.tasks.knowledge=10", {}),
+    ],
+)
 def test_the_jobs_of_a_sweep_are_checked_in_the_folders_that_they_run_in(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    word: str,
+    limits: dict[str, float],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked: list[Config] = []
     ran: list[Config] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pipeline, "check", checked.append)
     monkeypatch.setattr(pipeline, "run", lambda config: ran.append(config) or Path("ran"))
-    swept = ["score.text=a b,c/d,null", "quantize.keep=*.layers.0.*,x", "+score.gate.tasks.cloze=9"]
+    swept = ["score.text=a b,c/d,null", "quantize.keep=*.layers.0.*,x", word]
     given = [f"model.path={tiny_model}", *swept, "stages=[plan,  score]", "data.seed=1,2"]
-    monkeypatch.setattr(sys, "argv", ["compress", "recipe=tiny", *given, "--multirun"])
+    monkeypatch.setattr(sys, "argv", ["compress", f"recipe={recipe}", *given, "--multirun"])
     main()
     assert len(checked) == 12
     assert checked == ran
     assert len({config.out for config in checked}) == 12
+    assert [config.score.gate.tasks for config in checked] == [limits] * 12
+
+
+@pytest.mark.parametrize(
+    "words", [["only=quantize,export"], ["only=serve,score", "score.gate.token_ms=9"]]
+)
+def test_jobs_of_one_stage_each_may_share_a_folder(
+    words: list[str], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Config] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline, "run", lambda config: ran.append(config) or Path("ran"))
+    given = ["recipe=tiny", f"model.path={tiny_model}", *words, "out=one", "--multirun"]
+    monkeypatch.setattr(sys, "argv", ["compress", *given])
+    main()
+    asked = words[0].removeprefix("only=").split(",")
+    assert [(config.only, config.out) for config in ran] == [(name, "one") for name in asked]
+
+
+def test_a_folder_that_jobs_share_is_not_set_beside_itself(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["recipe=tiny", f"model.path={tiny_model}", "stages=[plan,report]", "out=one"]
+    monkeypatch.setattr(sys, "argv", ["compress", *words, "only=plan,report", "--multirun"])
+    main()
+    assert "plan" in json.loads((tmp_path / "one/report.json").read_text())
+    assert not list(tmp_path.rglob("comparison.json"))
+    assert "side by side" not in capsys.readouterr().out
 
 
 def test_of_a_sweep_over_models_of_the_hub_the_options_alone_are_checked(
