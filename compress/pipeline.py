@@ -17,7 +17,7 @@ from compress.machine import PeakDisk, PeakMemory, hardware, packages, release_m
 from compress.model_path import TINY, local, locate
 from compress.stage import Run
 from compress.stages.report import CARD
-from compress.steps import MANIFESTS, Step, plan_steps, unmade
+from compress.steps import MANIFESTS, Step, plan_steps, refuse_gaps, unmade
 from compress.text import documents
 
 logger = log.logger
@@ -55,14 +55,16 @@ def run(config: Config) -> Path:
 def check(config: Config) -> None:
     """Raise UserError for what the start of `run` would refuse; nothing is written.
 
-    Nothing is fetched either: with a model of the hub there is no more to say than its options do,
-    and a data set of the hub is not read.
+    Nothing is fetched either: of a run on a model of the hub the order of its stages is looked at,
+    not whether they fit the model, its files or what is on disk, and a data set of the hub is not
+    read.
     """
     if config.model.path != TINY and local(config.model.path) is None:
+        refuse_gaps(config)
         return
     steps = plan_steps(config, Path(config.out or ""))
     ahead = unmade(config, steps)
-    if documents.on_hub(config.data):
+    if config.score.text is None and documents.on_hub(config.data):
         ahead -= {"score"}  # of which its text is looked at
     if ahead:
         _refuse(config, ahead, _original(config, steps))

@@ -49,6 +49,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     An artifact depends on its stage's fields and version, on the sections of the configuration
     that it shares, and on the artifacts it reads, by their own fingerprints.
     """
+    refuse_gaps(config)
     path = locate(config.model) if config.model.path != TINY else None
     if path is not None and path.is_dir():
         source.read_config(path, config.model.trust_remote_code)
@@ -91,9 +92,6 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     steps: list[Step] = []
     absent: set[str] = set()  # neither on disk nor run now: nothing is made from them
     for stage in stages:
-        missing = [k for k in stage.needs if k != MANIFESTS and k not in kinds]
-        if missing:
-            raise UserError(_missing(stage.name, missing, config))
         earlier = {s.name: fingerprint(s.key) for s in steps if s.name not in absent}
         key = {
             "stage": stage.name,
@@ -148,6 +146,17 @@ def _by_content(section: dict[str, Any], content: str) -> dict[str, Any]:
 
 def _folder(name: str, out: Path) -> Path:
     return out / "checkpoint" if name == "export" else out / "stages" / name
+
+
+def refuse_gaps(config: Config) -> None:
+    """Raise UserError for a stage that needs what none before it makes, whatever the model."""
+    kinds = {"dense", *(["checkpoint"] if config.checkpoint is not None else [])}
+    for stage in map(config.stage, config.stages):
+        missing = [k for k in stage.needs if k != MANIFESTS and k not in kinds]
+        if missing:
+            raise UserError(_missing(stage.name, missing, config))
+        if stage.gives is not None:
+            kinds.add(stage.gives)
 
 
 def _missing(name: str, kinds: list[str], config: Config) -> str:

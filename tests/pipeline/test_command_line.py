@@ -341,14 +341,26 @@ def test_a_folder_that_jobs_share_is_not_set_beside_itself(
     assert "side by side" not in capsys.readouterr().out
 
 
-def test_of_a_sweep_over_models_of_the_hub_the_options_alone_are_checked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["model.path=no/such", "stages=[export]"],
+            r"^export needs statistics and quantized, made by calibrate or .*, which "
+            r"stages=\[export\] leaves out before it; add it$",
+        ),
+        (["data.path=no/such", "shrink.blocks=99"], r"^shrink\.blocks"),
+        (["data.path=no/such", "score.text=no.txt"], r"^score\.text=no\.txt: cannot be read as"),
+    ],
+)
+def test_of_a_sweep_over_the_hub_all_is_checked_that_needs_nothing_from_there(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pipeline.check(composed("recipe=tiny", "model.path=no/such"))
     pipeline.check(composed("recipe=tiny", "data.path=no/such"))
-    with pytest.raises(UserError, match=r"shrink\.blocks"):
-        pipeline.check(composed("recipe=tiny", "data.path=no/such", "shrink.blocks=99"))
+    with pytest.raises(UserError, match=said):
+        pipeline.check(composed("recipe=tiny", *words))
     assert not list(tmp_path.iterdir())
 
 
