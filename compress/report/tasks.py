@@ -61,10 +61,13 @@ def label(task: Task) -> str:
 def unasked(task: Mapping[str, Any]) -> str:
     """That items of a task do not fit the models' window, in one sentence."""
     name, fit, of = task["name"].replace("_", " "), task["fit"], task["of"]
-    why = f"the window of {count(task['context'])} tokens, prompt and answer together"
+    window = f"the window of {count(task['context'])} tokens, prompt and answer together"
+    taken = f"the {several(of, 'item')} taken"  # all that there are, or score.limit
     if not fit:
-        return f"{name} was not asked: 0 of {several(of, 'item')} fit {why}."
-    return f"{name} was asked {count(fit)} of its {several(of, 'item')}: the rest do not fit {why}."
+        none = f"{taken} does not fit" if of == 1 else f"none of {taken} fits"
+        return f"{name} was not asked: {none} {window}."
+    others = "the other does" if of - fit == 1 else "the others do"
+    return f"{name} was asked {count(fit)} of {taken}: {others} not fit {window}."
 
 
 def difference(task: Task) -> str:

@@ -15,6 +15,7 @@ from compress.report import words
 from compress.report.figures import figures
 from compress.report.ledger import Terms
 from compress.report.pages import page, sheet, short
+from compress.report.tasks import unasked
 
 
 @pytest.fixture
@@ -56,13 +57,29 @@ UNASKED = [
     {"name": "needles", "fit": 1, "of": 3, "context": 1024},
 ]
 NONE_FITS = (
-    "long questions was not asked: 0 of 12 items fit the window of 1,024 tokens, prompt and answer "
-    "together."
+    "long questions was not asked: none of the 12 items taken fits the window of 1,024 tokens, "
+    "prompt and answer together."
 )
 SOME_FIT = (
-    "needles was asked 1 of its 3 items: the rest do not fit the window of 1,024 tokens, prompt "
-    "and answer together."
+    "needles was asked 1 of the 3 items taken: the others do not fit the window of 1,024 tokens, "
+    "prompt and answer together."
 )
+
+
+@pytest.mark.parametrize(
+    ("fit", "of", "said"),
+    [
+        (0, 1, "was not asked: the 1 item taken does not fit the window"),
+        (0, 2, "was not asked: none of the 2 items taken fits the window"),
+        (1, 2, "was asked 1 of the 2 items taken: the other does not fit the window"),
+        (1, 1200, "was asked 1 of the 1,200 items taken: the others do not fit the window"),
+    ],
+)
+def test_what_of_a_task_does_not_fit_is_said_of_one_as_of_many(
+    fit: int, of: int, said: str
+) -> None:
+    task = {"name": "needles", "fit": fit, "of": of, "context": 512}
+    assert unasked(task) == f"needles {said} of 512 tokens, prompt and answer together."
 
 
 @pytest.mark.parametrize("others", [True, False])

@@ -21,6 +21,7 @@ from compress.eval.answers import Answer
 from compress.eval.items import items
 from compress.eval.own import named
 from compress.model_path import Model
+from compress.report.tasks import unasked
 from compress.stage import Run
 from compress.stages.score import Score
 from compress.stages.serve import Serve
@@ -135,7 +136,8 @@ def test_scores_and_outputs_are_written(folders, text, tmp_path, loads):
 
 
 def test_items_that_do_not_fit_the_window_are_counted(folders, text, tmp_path):
-    lengths = {"long": [1022, 2000], "mixed": [1021, 1022]}  # less two of the prompt and the answer
+    # Less two of the prompt and the answer; the third items are not taken, see the limit.
+    lengths = {"long": [1022, 2000, 9], "mixed": [1021, 1022, 9]}
     for name, sizes in lengths.items():
         records = [{"question": "x" * n, "choices": ["a", "b"], "gold": 0} for n in sizes]
         lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -150,6 +152,11 @@ def test_items_that_do_not_fit_the_window_are_counted(folders, text, tmp_path):
     assert scores["unasked"] == [
         {"name": "long", "fit": 0, "of": 2, "context": 1024},
         {"name": "mixed", "fit": 1, "of": 2, "context": 1024},
+    ]
+    window = "the window of 1,024 tokens, prompt and answer together"
+    assert [unasked(task) for task in scores["unasked"]] == [
+        f"long was not asked: none of the 2 items taken fits {window}.",
+        f"mixed was asked 1 of the 2 items taken: the other does not fit {window}.",
     ]
     assert json.loads((tmp_path / "scores.json").read_text()) == scores
 
