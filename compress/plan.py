@@ -27,6 +27,7 @@ from compress import options
 from compress.artifact import write_json, write_text
 from compress.errors import ConfigError
 from compress.given import ENGINES, SIZE, parse_size
+from compress.model_path import Model
 from compress.planning import advice, page, tables
 from compress.planning.devices import CPU, GPUS, Device, first_with
 from compress.planning.requests import read_requests
@@ -90,7 +91,7 @@ def main(words: list[str]) -> None:
     config = read_model(asked.model)
     place = Path(asked.model).expanduser().absolute()
     folder = place.parent if place.name == "config.json" else place
-    name = folder.stem if folder.is_file() else folder.name
+    name = folder.stem if folder.is_file() else Model(path=str(folder)).name
     shape = shape_of(config, name)
     out = options.folder(asked.out or f"runs/plan/{name}")
     device = _device(asked, shape)

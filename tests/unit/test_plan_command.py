@@ -187,10 +187,13 @@ def test_a_plan_is_called_by_the_model_s_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "Small-1.5B"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SMALL))
+    source = folder / "stages/source"  # where a run leaves the model that it converted
     monkeypatch.chdir(tmp_path)
-    for model in (folder, folder / "config.json"):
+    for model in (folder, source, folder / "config.json", source / "config.json"):
+        model.parent.mkdir(parents=True, exist_ok=True)
+        if model.name != "config.json":
+            model.mkdir(exist_ok=True)
+            (model / "config.json").write_text(json.dumps(SMALL))
         main([f"model={model}", "requests=100x28", "device=l4"])
     assert [place.name for place in (tmp_path / "runs/plan").iterdir()] == ["Small-1.5B"]
 
