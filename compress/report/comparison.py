@@ -243,7 +243,7 @@ def _remarks(
         if tokens := _prompt(report):
             prompts.setdefault(tokens, []).append(name)
     if len(prompts) > 1:
-        each = "; ".join(f"{words.several(p, 'token')} in {listed(n)}" for p, n in prompts.items())
+        each = listed(f"{words.several(p, 'token')} ({listed(n)})" for p, n in prompts.items())
         remarks.append(f"Speed was measured with prompts of different lengths: {each}.")
     for original, group in groups.items():
         if spread := _spread([reports[i] for i in group]):

@@ -1,5 +1,6 @@
 """Numbers as people read them: units, sensible digits, real minus signs, no line break inside."""
 
+import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from math import floor, isfinite, log10
@@ -8,6 +9,8 @@ from typing import Any
 SPACE = "\u00a0"
 MINUS = "\u2212"
 NOTHING = "\u2013"
+COMMA = re.compile(r"(?<!\d),|,(?!\d{3}(?!\d))")
+"""One that parts words, not thousands."""
 
 Number = float | int | None
 
@@ -149,9 +152,12 @@ def moment(iso: str | None) -> str:
 
 
 def listed(items: Iterable[str], last: str = "and") -> str:
-    """`a`, `a and b`, `a, b and c`; where one has a comma, `a, x; b; and c`."""
+    """`a`, `a and b`, `a, b and c`; where one has a comma, `a, x; b; and c`.
+
+    A comma that parts thousands is none.
+    """
     *head, tail = list(items) or [""]
-    if any("," in item for item in (*head, tail)):
+    if any(COMMA.search(item) for item in (*head, tail)):
         return "; ".join([*head, f"{last} {tail}"]) if head else tail
     return f"{', '.join(head)} {last} {tail}" if head else tail
 

@@ -114,11 +114,23 @@ def test_speeds_with_prompts_of_different_lengths_rank_nothing(runs: list[Path])
     change(runs[2], {"latency.before.prompt_tokens": 1024})
     found = comparison(runs)
     assert found["remarks"] == [
-        "Speed was measured with prompts of different lengths: 128 tokens in w8 and w4; "
-        "1,024 tokens in bad."
+        "Speed was measured with prompts of different lengths: 128 tokens (w8 and w4) and "
+        "1,024 tokens (bad)."
     ]
     assert found["rows"][0]["ttft_ms"] is None
     assert found["rows"][3]["beaten_by"] is None
+
+
+def test_of_runs_with_commas_in_their_names_it_is_told_which_had_which_prompt(
+    tmp_path: Path,
+) -> None:
+    named = [tmp_path / name for name in ("bits=4,seed=1", "bits=4,seed=2", "w8")]
+    folders = [run(folder, 0.012, 180_000_000, 81.0) for folder in named]
+    change(folders[2], {"latency.before.prompt_tokens": 1024})
+    assert comparison(folders)["remarks"] == [
+        "Speed was measured with prompts of different lengths: 128 tokens (bits=4,seed=1; and "
+        "bits=4,seed=2); and 1,024 tokens (w8)."
+    ]
 
 
 def test_what_was_measured_on_another_text_or_machine_is_not_beaten(runs: list[Path]) -> None:

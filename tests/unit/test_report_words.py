@@ -35,7 +35,7 @@ def test_significant(value: float | None, digits: int, text: str) -> None:
     [(0, "0 B"), (999, "999 B"), (36540, "36.5 kB"), (999_700, "1.00 MB"), (1.234e9, "1.23 GB")],
 )
 def test_size(value: float, text: str) -> None:
-    assert words.said_size(58_000) == "58.0 kB"  # with a blank as any
+    assert words.said_size(value) == text  # with a blank as any
     assert words.size(value) == text.replace(" ", words.SPACE)
 
 
@@ -68,11 +68,32 @@ def test_signs_and_shares() -> None:
     assert words.comparison(100, 101, "faster", "slower") == "unchanged within 2%"
     assert words.comparison(0, 1, "faster", "slower") == "not comparable"
     assert words.moment("2026-11-29T14:05:31+00:00") == "2026-11-29 14:05\u00a0UTC"
-    assert words.listed(["a", "b", "c"]) == "a, b and c"
-    assert words.listed(["cloze, accuracy"]) == "cloze, accuracy"
-    tasks = ["cloze, accuracy", "short answers, contained", "summaries"]
-    assert words.listed(tasks[:2]) == "cloze, accuracy; and short answers, contained"
-    assert words.listed(tasks, "or") == "cloze, accuracy; short answers, contained; or summaries"
+
+
+TASKS = ("cloze, accuracy", "short answers, contained", "summaries")
+
+
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        ((), ""),
+        (("a", "b"), "a and b"),
+        (("a", "b", "c"), "a, b and c"),
+        (TASKS[:1], "cloze, accuracy"),
+        (TASKS[:2], "cloze, accuracy; and short answers, contained"),
+        (TASKS, "cloze, accuracy; short answers, contained; and summaries"),
+        (("bits=4,seed=1", "bits=4,seed=2"), "bits=4,seed=1; and bits=4,seed=2"),
+        (("rows 1,22", "b"), "rows 1,22; and b"),
+        (("a,256", "b"), "a,256; and b"),
+        (("1,024 tokens", "512"), "1,024 tokens and 512"),
+        (("1,234,567", "512", "64"), "1,234,567, 512 and 64"),
+    ],
+)
+def test_a_list_is_parted_so_that_its_entries_can_be_told(
+    items: tuple[str, ...], text: str
+) -> None:
+    assert words.listed(items) == text
+    assert words.listed(items, "or") == text.replace(" and ", " or ")
 
 
 def test_words_that_differ_are_marked() -> None:
