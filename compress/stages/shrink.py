@@ -25,6 +25,7 @@ from compress.training import cutting, labels
 from compress.training.cutting import Cut, Size, size_of
 from compress.training.importance import choose
 from compress.training.labels import Labels
+from compress.training.padded import pad_vocabulary
 from compress.training.refitting import refitted
 from compress.training.student import figures
 from compress.training.teacher import Teacher, linear_weights, shared_vocabulary
@@ -155,14 +156,15 @@ class Shrink:
         if given is None:
             self.size(model)
             return
-        if original is not None:
-            shared_vocabulary(given, original, trust_remote_code, option="shrink.student")
-        found = read_config(given, trust_remote_code).get_text_config().vocab_size
-        wanted = model.get_text_config().vocab_size
-        if found != wanted:
+        found = read_config(given, trust_remote_code)  # whatever is wrong with the folder
+        if original is None:
+            return
+        known = shared_vocabulary(given, original, trust_remote_code, option="shrink.student")
+        rows, wanted = (c.get_text_config().vocab_size for c in (found, model))
+        if rows != wanted and min(rows, wanted) < known:
             raise UserError(
-                f"shrink.student={self.student}: an output of {found} tokens, padding counted, "
-                f"where the original's has {wanted}; wanted as many"
+                f"shrink.student={self.student}: an output of {rows} tokens where the original's "
+                f"has {wanted}, and {known} in the tokenizer; wanted as many, but for padding"
             )
 
     def run(self, run: Run, out: Path) -> dict[str, Any]:
@@ -204,12 +206,23 @@ class Shrink:
         config = read_config(student, run.config.model.trust_remote_code)
         return {"ppl": heldout.record(run, heldout.windows(run, config), folder)}
 
+    def _take(self, given: Path, folder: Path, original: Path, trust: bool) -> None:
+        """Make `folder` the given student, with as many outputs as the original has."""
+        rows, wanted = (
+            read_config(place, trust).get_text_config().vocab_size for place in (given, original)
+        )
+        if rows == wanted:
+            checkpoint.hand_on(given, folder)
+            return
+        logger.info(f"  {given}: its output of {rows} tokens is padded to the original's {wanted}")
+        pad_vocabulary(given, folder, wanted, trust)
+
     def _give(self, run: Run, folder: Path) -> dict[str, Any]:
         """Make `folder` the student that is to learn; what it is beside the original."""
         original, options = run.artifacts["dense"], run.config.model
         given, removed = self.student_folder(), list[Removal]()
         if given is not None:
-            checkpoint.hand_on(given, folder)
+            self._take(given, folder, original, options.trust_remote_code)
         else:
             model = self._opened(run, original)
             text = self._windows(run, self.windows, run.config.seed)

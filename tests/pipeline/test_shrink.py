@@ -22,6 +22,7 @@ from compress.report.words import significant
 from compress.source import describe, read_config
 from compress.stages.shrink import Shrink
 from compress.text.documents import python_docs
+from compress.training.padded import pad_vocabulary
 
 Small = Callable[..., Config]
 
@@ -238,15 +239,34 @@ def test_what_cannot_be_is_refused_before_anything_is_computed(
     assert not work.exists() or not list(work.iterdir())
 
 
-def test_a_student_whose_output_is_padded_otherwise_is_refused(
-    tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize("more", [64, -3])
+def test_a_student_padded_otherwise_says_the_same_as_before(
+    more: int, short: Small, tiny_model: Path, tmp_path: Path
 ) -> None:
-    given = Path(shutil.copytree(tiny_model, tmp_path / "padded"))
-    described = describe(given)
-    own = described["vocab_size"]
-    (given / "config.json").write_text(json.dumps({**described, "vocab_size": own + 64}))
-    with pytest.raises(UserError, match=f"an output of {own + 64} tokens, .* has {own}; wanted as"):
-        Shrink(student=str(given)).refuse(read_config(tiny_model, False), tiny_model, False)
+    """Its padding is cut, or the last of its rows repeated."""
+    padded = tmp_path / "padded"
+    padded.mkdir()
+    rows = describe(tiny_model)["vocab_size"] + abs(more)
+    pad_vocabulary(tiny_model, padded, rows, False)
+    original, given = (tiny_model, padded) if more > 0 else (padded, tiny_model)
+    words = (f"model.path={original}", f"shrink.student={given}", "shrink.samples=0")
+    out = pipeline.run(short("stages=[shrink]", *words))
+    wanted = describe(original)["vocab_size"]
+    assert f"is padded to the original's {wanted}" in (out / "log.txt").read_text()
+    student = load_file(out / "stages" / "shrink" / "model.safetensors")
+    assert describe(out / "stages" / "shrink")["vocab_size"] == wanted
+    for name, tensor in load_file(original / "model.safetensors").items():
+        assert torch.equal(student[name], tensor)
+    assert manifest(out, "shrink")["kl"]["before"] == pytest.approx(0, abs=1e-6)
+    embedding = load_file(padded / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(embedding[-abs(more) :], embedding[-1].expand(abs(more), -1))
+
+
+def test_a_student_with_less_than_the_tokens_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    own = describe(tiny_model)["vocab_size"]
+    pad_vocabulary(tiny_model, tmp_path, own - 8, False)
+    with pytest.raises(UserError, match=f"of {own - 8} tokens where the original's has {own}, and"):
+        Shrink(student=str(tmp_path)).refuse(read_config(tiny_model, False), tiny_model, False)
 
 
 def test_every_wrong_setting_is_told_at_once() -> None:
