@@ -9,8 +9,8 @@ processes of their own, checks that the checkpoint holds what its config.json wa
 table, writes benchmarks/results/memory-7b.json (with the blocks in its name where cut short), and
 removes FOLDER. Needs there the model, its temporary files and a checkpoint: 35 GB for 32 blocks.
 
---train: int4_7b with plain rounding, then distill in each way of learning, steps of 2 windows of
---length tokens, beside what plan said (memory-7b-train.json).
+--train: int4_7b with plain rounding, then distill in each of --ways of learning, steps of 2 windows
+of --length tokens, beside what plan said (memory-7b-train.json).
 """
 
 import argparse
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="calibration windows")
     parser.add_argument("--length", type=int, default=256, help="tokens of each")
     parser.add_argument("--train", action="store_true", help="measure distill instead")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="of it to learn")
     options = parser.parse_args()
     if options.folder.exists():
         sys.exit(f"{options.folder} is there already; remove it, or name another folder")
@@ -137,7 +138,7 @@ def main() -> None:
     size = make(model, "7b", blocks=options.blocks)
     if options.train:
         out = options.folder / "train"
-        results = {way: measure_training(model, out, way, options.length) for way in WAYS}
+        results = {way: measure_training(model, out, way, options.length) for way in options.ways}
     else:
         results = {name: _measured(options, name) for name in RECIPES}
     shutil.rmtree(options.folder)

@@ -81,9 +81,7 @@ def training_bytes(student: Student, step: Step, way: str) -> dict[str, int]:
         "dequantized": (2 * FLOAT + low) * passing + 2 * FLOAT * largest,
         "activations": _activations(student, step),
     }
-    # At another moment the exact values stand beside the rounded ones that are measured.
-    passing_parts = parts["dequantized"] + parts["activations"]
-    parts["measuring"] = max(0, FLOAT * learned + 2 * FLOAT * largest - passing_parts)
+    # While it is measured the exact values stand beside the rounded ones, in the gradients' place.
     return {**parts, "total": sum(parts.values())}
 
 

@@ -140,11 +140,11 @@ def train(
             break
         for group, (rate, _) in zip(optimizer.param_groups, groups, strict=True):
             group["lr"] = rate * schedule.rate(step)
-        optimizer.zero_grad(set_to_none=True)
         loss_of(step).backward()
         processes.sum_gradients(parameters.values())
         nn.utils.clip_grad_norm_(parameters.values(), schedule.clip)
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)  # their room is the measure's
         if schedule.measured_after(step + 1):
             _note(history, step + 1, parameters, judge, dtype)
         if (step + 1) % KEEP_EVERY == 0 or step + 1 == schedule.steps:
@@ -170,6 +170,7 @@ def _note(
         parameter.copy_(parameter.to(dtype))
     value, answers = processes.agreed(judge())
     if history.add(step, value, answers):
+        history.best = {}  # let go before there are others
         history.best = {n: p.detach().to(dtype, copy=True) for n, p in parameters.items()}
     if answers:
         _say(history.curve[-1])

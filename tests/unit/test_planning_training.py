@@ -57,12 +57,3 @@ def test_what_learns_has_its_gradient_its_moments_and_its_best(way: str, more: i
 def test_without_recomputing_every_block_keeps_its_weights_as_floats() -> None:
     kept = training_bytes(STUDENT, Step(2, 8, False, "bfloat16", 4), "scales")
     assert kept["dequantized"] == (8 + 2) * 4 * 128 * 64 + 8 * 128 * 64
-
-
-def test_exact_values_stand_beside_the_measured_ones_where_that_is_more() -> None:
-    small = Step(windows=1, length=1, recompute=True, precision="float32", rank=4)
-    found = training_bytes(STUDENT, small, "latent")
-    learned = IN_16_BIT + SCALES + 4 * 128 * 64
-    step = found["dequantized"] + found["activations"]
-    assert found["measuring"] == max(0, 4 * learned + 8 * 128 * 64 - step)
-    assert training_bytes(STUDENT, STEP, "scales")["measuring"] == 0

@@ -108,3 +108,23 @@ def test_the_best_step_is_kept_as_it_was_measured(tmp_path: Path, dtype: torch.d
     assert torch.equal(history.best["weight"].float(), seen[1])
     assert torch.equal(weight, seen[1])
     assert not torch.equal(seen[1], seen[2])
+
+
+def test_no_gradient_is_held_while_it_is_measured(tmp_path: Path) -> None:
+    """Their room is that of the exact values, which plan counts on."""
+    weight, held = nn.Parameter(torch.ones(8)), []
+
+    def measure() -> float:
+        held.append(weight.grad is not None)
+        return float(weight.detach().square().sum())
+
+    train(
+        [(0.1, {"weight": weight})],
+        lambda _: weight.square().sum(),
+        measure,
+        Schedule(4),
+        tmp_path,
+        what="distill",
+        dtype=torch.bfloat16,
+    )
+    assert held == [False] * 5
