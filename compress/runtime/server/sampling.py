@@ -33,8 +33,8 @@ class Sampling:
 
 def draw_scores(scores: Tensor, sampling: Sampling, position: int) -> Tensor:
     """Scores [V] whose largest is a draw from `scores` [V], for the token at `position`."""
-    # Rows of one, since that is what the warpers take.
-    # Their differences, and by no less than float32 holds: a tiny temperature is as good as none.
+    # By no less than float32 holds, of differences: a tiny temperature is as good as none. Rows of
+    # one, since that is what the warpers take.
     coldest = torch.finfo(torch.float32).tiny
     warped = (scores - scores.max()).unsqueeze(0) / max(sampling.temperature, coldest)
     if sampling.top_k:
