@@ -2,13 +2,13 @@
 
     .venv/bin/python benchmarks/extend.py --model FOLDER --text FILE.txt --factors 2 4
 
-The model is read as it is, dense or quantized by this project; the first three quarters of the text
-are trained on, the rest is judged on. Every method is judged scaled alone and after the fine-tune,
-by perplexity on windows of the new length (whole, and over its last eighth), by that of the same
-tokens in windows of the old length, and by the share of numbers hidden in texts as long as the old
-and the new window that the model finds again. What is judged is kept in
-benchmarks/results/extend-NAME.json and not done again; docs/extend.md gets its tables from all such
-files. Results of other settings are not added to.
+The model is read as it is, dense or quantized by this project. It is trained on the text of --train
+and judged on --text; without the former, on its first three quarters and its last. Every method is
+judged scaled alone and after the fine-tune, by perplexity on windows of the new length (whole, and
+over its last eighth), by that of the same tokens in windows of the old length, and by the share of
+numbers hidden in texts as long as the old and the new window that the model finds again. What is
+judged is kept in benchmarks/results/extend-NAME.json and not done again; docs/extend.md gets its
+tables from all such files. Results of other settings are not added to.
 """
 
 import argparse
@@ -26,29 +26,37 @@ from kept import results_before, settings, write_between
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from compress.algorithms import rope
-from compress.artifact import write_json
+from compress.artifact import Artifact, write_json
 from compress.eval.length import sliding_windows
 from compress.eval.length_judge import LengthJudge, length_judge
 from compress.machine import hardware, packages
 from compress.model import storage_dtype
 from compress.runtime.loader import load
 from compress.stages.distill import PRECISIONS
-from compress.training import long_training
+from compress.training import labels, long_training
 from compress.training.scaling import best, scale, search, window_of
+from compress.training.teacher import Teacher
 from compress.training.trainable import make_trainable
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS, PAGE = HERE / "results", ROOT / "docs/extend.md"
 UNSCALED = "unscaled"
+TOP_K = 64  # of the soft labels, as extend.top_k
 NAMES = {UNSCALED: "unscaled", "linear": "linear", "ntk": "NTK-aware", "yarn": "by parts (yarn)"}
 
 
 def documents(options: argparse.Namespace) -> tuple[list[str], str]:
     """The documents to train on, and the text to judge on."""
-    text = options.text.read_text(encoding="utf-8")
-    parts = text.split(options.split) if options.split else [text]
-    parts = [part.strip() for part in parts if part.strip()]
+
+    def parts_of(file: Path) -> list[str]:
+        text = file.read_text(encoding="utf-8")
+        parts = text.split(options.split) if options.split else [text]
+        return [part.strip() for part in parts if part.strip()]
+
+    text, parts = options.text.read_text(encoding="utf-8"), parts_of(options.text)
+    if options.train:
+        return parts_of(options.train), text
     if len(parts) == 1:
         cut = len(text) * 3 // 4
         return [text[:cut]], text[cut:]
@@ -70,12 +78,20 @@ def fine_tuned(
         judge.tokenizer,
         steps=options.steps,
         batch=options.batch,
-        length=min(options.length or longer, longer),
+        length=min(options.length or longer, judge.window if options.labels else longer),
         passkey=options.passkey,
         seed=2,
+        labelled=options.labels,
+        near=options.near,
     )
-
     started = time.monotonic()
+    taught, precision = None, getattr(torch, options.precision)
+    if windows := long_training.to_label(batches):
+        # The same text is learned by every method and factor.
+        place = Artifact("labels", options.work / f"{options.name}-labels", options.work)
+        vocabulary = model.config.get_text_config().vocab_size
+        teacher = Teacher(options.teacher or options.model, vocabulary, TOP_K, precision, "cpu")
+        taught = labels.make(place, teacher, windows)
     history = long_training.fine_tune(
         model,
         batches,
@@ -86,7 +102,8 @@ def fine_tuned(
         work=work,
         seed=0,
         dtype=storage_dtype(model.config, "auto"),
-        precision=getattr(torch, options.precision),
+        precision=precision,
+        labels=taught,
     )
     tokens = sum(len(piece.ids) for batch in batches for piece in batch)
     curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
@@ -144,8 +161,9 @@ def rows(options: argparse.Namespace, factor: float, done: dict[str, Any]) -> It
 def run(options: argparse.Namespace) -> None:
     """Judge what is missing, write the results and the page's tables."""
     file = RESULTS / f"extend-{options.name}.json"
-    # Results of before there was a choice are in float32 and do not say so.
-    unsaid = ["precision"] if options.precision == "float32" else []
+    # Results of before there was a choice do not name what they did by default.
+    later = {"precision": "float32", "train": None, "labels": False, "near": 0.0, "teacher": None}
+    unsaid = [name for name, default in later.items() if getattr(options, name) == default]
     asked = settings(options, "work", "factors", "methods", *unsaid)
     done = results_before(file, asked)
     window = window_of(AutoConfig.from_pretrained(options.model))
@@ -227,7 +245,8 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="a Hugging Face folder")
-    add("--text", type=Path, required=True, help="long text; its last quarter is judged on")
+    add("--text", type=Path, required=True, help="long text; without --train its end is judged on")
+    add("--train", type=Path, help="text to train on")
     add("--split", help="what parts the documents of the text; default: it is one")
     add("--name", help="of the results, extend-NAME.json; default: the model folder's")
     add("--factors", nargs="+", type=float, default=[2.0, 4.0])
@@ -238,6 +257,9 @@ def main() -> int:
     add("--batch", type=int, default=1, help="training windows a step")
     add("--length", type=int, help="tokens of a training window; default: the new window")
     add("--passkey", type=float, default=0.1, help="share of training windows with a number hidden")
+    add("--labels", action="store_true", help="learn the model's own soft labels, as extend.labels")
+    add("--teacher", type=Path, help="the folder of the original, of a quantized model")
+    add("--near", type=float, default=0.0, help="as extend.near")
     add("--precision", choices=PRECISIONS, default="float32", help="as extend.precision")
     add("--measures", type=int, default=4, help="in the course of a fine-tune")
     add("--windows", type=int, default=2, help="to judge on")
@@ -246,8 +268,8 @@ def main() -> int:
     add("--work", type=Path, default=ROOT / "runs/extend")
     options = parser.parse_args()
     options.name = options.name or options.model.name
-    for path in (options.model / "config.json", options.text):
-        if not path.exists():
+    for path in (options.model / "config.json", options.text, options.train):
+        if path and not path.exists():
             parser.error(f"{path}: no such file")
     run(options)
     return 0

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from compress import checkpoint, heldout, processes
 from compress.algorithms import rope
-from compress.artifact import once
+from compress.artifact import Artifact, once
 from compress.errors import ConfigError, UserError
 from compress.eval.length import sliding_windows
 from compress.eval.length_judge import LengthJudge, length_judge
@@ -22,7 +22,8 @@ from compress.source import describe
 from compress.stage import Run
 from compress.stages.distill import PRECISIONS
 from compress.text import documents
-from compress.training import long_training
+from compress.training import labels, long_training
+from compress.training.labels import Labels
 from compress.training.scaling import (
     best,
     check_frequencies,
@@ -32,6 +33,7 @@ from compress.training.scaling import (
     search,
     window_of,
 )
+from compress.training.teacher import Teacher
 from compress.training.trainable import load_exact, make_trainable
 
 SHORT_RISE = 0.01
@@ -51,6 +53,9 @@ class Extend:
     integers frozen; 0: none. rate: its learning rate. batch: windows a step. length: tokens of a
     training window; null: the whole new window; fewer are spread over its positions (PoSE).
     passkey: share of the training windows in which a number is hidden and asked for.
+    labels: the original's soft labels, `top_k` tokens of each, are learned and not the text, in
+    windows no longer than its own. near: share of the training windows that stay at the first
+    positions, where short texts are read.
     heldout_windows: long held-out windows on which it is measured, `measures` times in training.
     precision: arithmetic of the fine-tune and of what is measured by length: float32, or bfloat16
     but for norms, softmax and the residual stream; weights and the KL stay in float32.
@@ -58,7 +63,7 @@ class Extend:
     """
 
     name: ClassVar[str] = "extend"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     needs: ClassVar[tuple[str, ...]] = ("dense", "statistics", "quantized")
     gives: ClassVar[str | None] = "quantized"
     shares: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "device")
@@ -71,6 +76,9 @@ class Extend:
     batch: int = 1
     length: int | None = None
     passkey: float = 0.0
+    labels: bool = False
+    top_k: int = 64
+    near: float = 0.0
     precision: str = "float32"
     heldout_windows: int = 2
     measures: int = 4
@@ -89,8 +97,9 @@ class Extend:
             problems.append(
                 f"extend.precision is {self.precision!r}; wanted one of {', '.join(PRECISIONS)}"
             )
-        if not 0 <= self.passkey <= 1:
-            problems.append(f"extend.passkey is {self.passkey}; wanted a share, 0 to 1")
+        for name, share in (("passkey", self.passkey), ("near", self.near)):
+            if not 0 <= share <= 1:
+                problems.append(f"extend.{name} is {share}; wanted a share, 0 to 1")
         if not 1 <= self.depths <= len(ASKED.things):
             problems.append(f"extend.depths is {self.depths}; wanted 1 to {len(ASKED.things)}")
         if self.rate <= 0:
@@ -99,6 +108,7 @@ class Extend:
             ("steps", self.steps, 0),
             ("batch", self.batch, 1),
             ("length", self.length, 64),
+            ("top_k", self.top_k, 1),
             ("heldout_windows", self.heldout_windows, 1),
             ("measures", self.measures, 1),
             ("keys", self.keys, 0),
@@ -147,7 +157,9 @@ class Extend:
         scale(source, folder, parsed, self.method, self.factor, stretch)
 
         at_once = once(run.work / "scaled.json", lambda: judge.judge(_scaled(run, folder)))
-        changed, curve = processes.everywhere(self._fine_tuned, run, folder, judge, texts)
+        steps = self._pieces(run, judge, texts)
+        taught = self._labels(run, steps)
+        changed, curve = processes.everywhere(self._fine_tuned, run, folder, judge, steps, taught)
         checkpoint.rewrite(source, out, changed, describe(folder))
         raise_limit(out, longer)
         model = load_exact(out, run.config)
@@ -184,6 +196,7 @@ class Extend:
             else None,
             "kl": kls,
             "heldout_kl": kls,
+            "labels": taught and taught.figures,
             "curve": curve,
             "kept": True,
             "notes": self._notes(bool(changed), short["after"] / short["before"] - 1),
@@ -238,30 +251,55 @@ class Extend:
 
         return search(tried, self.factor, ids, getattr(torch, self.precision))
 
-    def _fine_tuned(
-        self, run: Run, folder: Path, judge: LengthJudge, texts: list[str]
-    ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """The tensors of the scaled model's best step, none where that is the start, and the curve
-        that was measured.
-        """
+    def _pieces(
+        self, run: Run, judge: LengthJudge, texts: list[str]
+    ) -> list[list[long_training.Piece]]:
+        """What each step learns from; empty where there are none."""
         longer = judge.ids.shape[1]
         if not self.steps:
-            return {}, []
-        model = _scaled(run, folder)
-        steps = long_training.batches(
+            return []
+        return long_training.batches(
             texts,
             judge.tokenizer,
             steps=self.steps,
             batch=self.batch,
-            length=min(self.length or longer, longer),
+            length=min(self.length or longer, judge.window if self.labels else longer),
             passkey=self.passkey,
             seed=run.config.seed + 2,
+            labelled=self.labels,
+            near=self.near,
         )
 
+    def _labels(self, run: Run, steps: list[list[long_training.Piece]]) -> Labels | None:
+        """What the original says of the pieces that learn it; None where there are none."""
+        windows = long_training.to_label(steps)
+        if windows is None:
+            return None
+        place = Artifact("extend_labels", run.stages / "extend_labels", run.stages)
+        trust = run.config.model.trust_remote_code
+        own = AutoConfig.from_pretrained(run.original, trust_remote_code=trust).get_text_config()
+        dtype, device = getattr(torch, self.precision), run.config.device
+        teacher = Teacher(run.original, own.vocab_size, self.top_k, dtype, device, trust)
+        return labels.make(place, teacher, windows)
+
+    def _fine_tuned(
+        self,
+        run: Run,
+        folder: Path,
+        judge: LengthJudge,
+        steps: list[list[long_training.Piece]],
+        taught: Labels | None,
+    ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """The tensors of the scaled model's best step, none where that is the start, and the curve
+        that was measured.
+        """
+        if not steps:
+            return {}, []
+        model = _scaled(run, folder)
         history = long_training.fine_tune(
             model,
             steps,
-            longer,
+            judge.ids.shape[1],
             lambda: judge.loss(model),
             rate=self.rate,
             measures=self.measures,
@@ -269,6 +307,7 @@ class Extend:
             seed=run.config.seed,
             dtype=storage_dtype(model.config, run.config.model.dtype),
             precision=getattr(torch, self.precision),
+            labels=taught,
         )
         curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
         return (history.best if history.best_step else {}), curve

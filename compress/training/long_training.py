@@ -1,23 +1,24 @@
 """A fine-tune for a longer window: on pieces of long documents, and on numbers hidden in them."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, cycle
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress import processes
 from compress.algorithms.rope import skipping
 from compress.errors import UserError
 from compress.eval.length_needles import TAUGHT, hide
-from compress.text.windows import leading_ids
-from compress.training.long_window import arithmetic, losses
+from compress.text.windows import Windows, leading_ids
+from compress.training.labels import Labels
+from compress.training.long_window import arithmetic, before_head, checkpointing, losses
 from compress.training.loop import History, Schedule, train
+from compress.training.student import Objective, by_parts
 from compress.training.trainable import ROTATED, norms_and
 
 LEAST = 16
@@ -27,11 +28,14 @@ LEAST = 16
 @dataclass(frozen=True)
 class Piece:
     """A run of tokens `ids` [t] that attends to nothing else. answer: where the tokens are whose
-    loss counts; None: all but the first.
+    loss counts; None: all but the first. row: of the soft labels that it learns; None: it learns
+    the text. near: whether it stays at the first positions, else it is spread over the window's.
     """
 
     ids: Tensor
     answer: slice | None = None
+    row: int | None = None
+    near: bool = False
 
 
 def batches(
@@ -43,12 +47,16 @@ def batches(
     length: int,
     passkey: float,
     seed: int,
+    labelled: bool = False,
+    near: float = 0.0,
 ) -> list[list[Piece]]:
     """What each of `steps` steps learns from: `batch` windows of up to `length` tokens.
 
     Documents are taken from the longest on, as many as are needed, and cut into pieces of `length`;
     of shorter ones several fill a window, each a piece of its own. In `passkey` of the windows a
-    number is hidden and asked for at the end. Where there is less text, it is gone through again.
+    number is hidden and asked for at the end; of the others `near` stay at the first positions. If
+    `labelled`, a piece that hides no number is a row of the soft labels, in order. Where there is
+    less text, it is gone through again.
     Raises UserError where there is none, and where `length` leaves no room to hide a number in.
     """
     draw = random.Random(seed)
@@ -58,7 +66,9 @@ def batches(
     draw.shuffle(long)
     following = cycle(long)
     hidden = set(draw.sample(range(steps * batch), round(passkey * steps * batch)))
-    windows = []
+    plain = sorted(set(range(steps * batch)) - hidden)
+    close = set(draw.sample(plain, round(near * len(plain))))
+    rows, windows = count(), []
     for number in range(steps * batch):
         if number in hidden:
             text = hide(tokenizer, filler, length, [draw.random()], TAUGHT, draw.randrange(1 << 30))
@@ -73,7 +83,16 @@ def batches(
         while sum(len(piece.ids) for piece in window) + LEAST <= length:
             room = length - sum(len(piece.ids) for piece in window)
             window.append(Piece(next(following).ids[:room]))
-        windows.append(window)
+        windows.append(
+            [
+                replace(
+                    piece,
+                    row=next(rows) if labelled else None,
+                    near=number in close,
+                )
+                for piece in window
+            ]
+        )
     return [
         [piece for window in windows[first : first + batch] for piece in window]
         for first in range(0, len(windows), batch)
@@ -98,18 +117,43 @@ def _pieces(
     return pieces, row
 
 
+def to_label(steps: Sequence[Sequence[Piece]]) -> Windows | None:
+    """The pieces that are rows of the soft labels, for a teacher, padded to the longest of them;
+    None where there are none.
+    """
+    pieces = [piece.ids for batch in steps for piece in batch if piece.row is not None]
+    if not pieces:
+        return None
+    ids = torch.zeros((len(pieces), max(map(len, pieces))), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, piece in enumerate(pieces):
+        ids[row, : len(piece)], mask[row, : len(piece)] = piece, 1
+    return Windows(ids, mask)
+
+
 def loss_of(
-    model: PreTrainedModel, pieces: Sequence[Piece], window: int, generator: torch.Generator
+    model: PreTrainedModel,
+    pieces: Sequence[Piece],
+    window: int,
+    generator: torch.Generator,
+    labels: Labels | None = None,
 ) -> Tensor:
     """The mean loss in nats of a batch, each piece weighing as many tokens as it has.
 
     Pieces shorter than `window` tokens are spread over its positions (`rope.skipping`). Of several
     processes each gives the part of its share of the pieces; they draw positions alike.
+
+    A piece with a row of `labels` is told what the original, which read it at the first positions,
+    makes of it: there the loss is the KL to that (Dong et al. 2025, arXiv:2502.07365, without its
+    loss on hidden states).
     """
     tokens = sum(len(piece.ids) for piece in pieces)
     total = torch.zeros((), device=model.device)
-    placed = [(piece, _positions(len(piece.ids), window, generator)) for piece in pieces]
+    placed = [(piece, _positions(piece, window, generator)) for piece in pieces]
     for piece, positions in processes.share(placed):
+        if labels is not None and piece.row is not None:
+            total = total + _divergence(model, piece, labels, positions) / tokens
+            continue
         found = losses(model, piece.ids.unsqueeze(0).to(model.device), positions)[0]
         if piece.answer is not None:
             found = found[piece.answer.start - 1 : piece.answer.stop - 1]
@@ -117,9 +161,19 @@ def loss_of(
     return total
 
 
-def _positions(length: int, window: int, generator: torch.Generator) -> Tensor | None:
-    """Of a piece's tokens [length]; None: one after the other from 0 on."""
-    return skipping(length, window, generator) if length < window else None
+def _divergence(
+    model: PreTrainedModel, piece: Piece, labels: Labels, positions: Tensor | None
+) -> Tensor:
+    """From the piece's labels, summed over its tokens."""
+    batch = labels.batch(torch.tensor([piece.row])).part(slice(len(piece.ids))).to(model.device)
+    made = before_head(model, batch.ids, positions)
+    return by_parts(model, made, batch, Objective("kl"))
+
+
+def _positions(piece: Piece, window: int, generator: torch.Generator) -> Tensor | None:
+    """Of a piece's tokens; None: one after the other from 0 on."""
+    length = len(piece.ids)
+    return skipping(length, window, generator) if length < window and not piece.near else None
 
 
 def fine_tune(
@@ -134,16 +188,18 @@ def fine_tune(
     seed: int,
     dtype: torch.dtype,
     precision: torch.dtype = torch.float32,
+    labels: Labels | None = None,
 ) -> History:
     """Train norms, Q and K (and V where it is in one matrix with them) on a list of batches; the
     step with the lowest `measure()` is left in the model. As `training.train`, also in resuming.
-    precision: of the arithmetic; what is trained stays in float32.
+    precision: of the arithmetic; what is trained stays in float32. labels: of the pieces that are
+    a row of them.
     """
 
     def loss(step: int) -> Tensor:
         with checkpointing(model), arithmetic(model, precision):
             generator = torch.Generator().manual_seed(seed + step)
-            return loss_of(model, steps[step], window, generator)
+            return loss_of(model, steps[step], window, generator, labels)
 
     return train(
         [(rate, norms_and(ROTATED, model))],
@@ -154,27 +210,3 @@ def fine_tune(
         what="extend",
         dtype=dtype,
     )
-
-
-@contextmanager
-def checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """Keep a block's input alone for the way back, and make the rest again when it is its turn.
-
-    transformers does so in training mode alone, which would switch dropout on: it stays off. A
-    model that cannot do so keeps all.
-    """
-    if not model.supports_gradient_checkpointing:
-        yield
-        return
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.eval()
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
-    try:
-        yield
-    finally:
-        model.eval()
-        model.activation_checkpointing_disable()

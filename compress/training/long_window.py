@@ -4,6 +4,8 @@ A window of 32 thousand tokens has 20 GB of logits in float32 at V = 152 thousan
 mask in memory either: transformers' SDPA is told that it is causal.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,30 @@ def arithmetic(model: PreTrainedModel, precision: torch.dtype) -> torch.autocast
     """
     enabled = precision != torch.float32
     return torch.autocast(model.device.type, torch.bfloat16, enabled=enabled)
+
+
+@contextmanager
+def checkpointing(model: PreTrainedModel) -> Iterator[None]:
+    """Keep a block's input alone for the way back, and make the rest again when it is its turn.
+
+    transformers does so in training mode alone, which would switch dropout on: it stays off. A
+    model that cannot do so keeps all.
+    """
+    if not model.supports_gradient_checkpointing:
+        yield
+        return
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    try:
+        yield
+    finally:
+        model.eval()
+        model.activation_checkpointing_disable()
 
 
 class _Given(nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
 
 from compress import processes
 from compress.algorithms.divergence import forward_kl, jensen_shannon, reverse_kl, soften
@@ -18,8 +19,7 @@ from compress.stage import Run
 from compress.training import long_window
 from compress.training.choosing import Right
 from compress.training.labels import NOTHING, Batch, Labels
-from compress.training.long_training import checkpointing
-from compress.training.long_window import before_head
+from compress.training.long_window import before_head, checkpointing
 from compress.training.loop import Groups, History, Schedule, train
 
 LOSSES = ("kl", "reverse_kl", "jensen_shannon")
@@ -73,23 +73,31 @@ def loss(
     Windows are padded on the right, where no real token looks, so that no mask is needed.
     """
     length = int(batch.mask.sum(1).max())  # so that no part is padding alone
-    batch = batch.part(slice(length)).to(model.device)
-    size = long_window.CHUNK if recompute else length
-
-    def part(first: int) -> Tensor:
-        positions = slice(first, first + size)
-        logits = long_window.logits(model, made, positions)
-        return objective.of(logits, batch.part(positions))
-
-    starts = range(0, length, size)
+    batch, real = batch.part(slice(length)).to(model.device), batch.mask.sum()
     with long_window.arithmetic(model, precision):
         if not recompute:
             made = before_head(model, batch.ids)
-            return part(0) / batch.mask.sum()
+            return objective.of(long_window.logits(model, made, slice(length)), batch) / real
         with checkpointing(model):
             made = before_head(model, batch.ids)
-        parts = [checkpoint(part, first, use_reentrant=False) for first in starts]
-    return torch.stack(parts).sum() / batch.mask.sum()
+        return by_parts(model, made, batch, objective) / real
+
+
+def by_parts(
+    model: PreTrainedModel, made: ModelOutput, batch: Batch, objective: Objective
+) -> Tensor:
+    """The loss in nats, summed over the real positions of a batch of which `model` has `made` what
+    its head reads (`long_window.before_head`); logits of a part of the positions at a time, which
+    are made again on the way back.
+    """
+
+    def part(positions: slice) -> Tensor:
+        logits = long_window.logits(model, made, positions)
+        return objective.of(logits, batch.part(positions))
+
+    length, size = batch.ids.shape[1], long_window.CHUNK
+    parts = [slice(first, first + size) for first in range(0, length, size)]
+    return torch.stack([checkpoint(part, p, use_reentrant=False) for p in parts]).sum()
 
 
 def order(count: int, epochs: int, seed: int) -> Tensor:

@@ -39,6 +39,7 @@ INT4 = (
     "extend.factor=4",
     "extend.steps=4",
     "extend.length=64",
+    "extend.labels=false",
     "extend.precision=bfloat16",
 )
 
@@ -135,6 +136,15 @@ def test_the_stage_says_how_the_window_is_read(int8: Run) -> None:
     assert [len(row) for row in exact] == [3, 3]  # half and whole of the old window, the new one
     assert told["curve"][0]["step"] == 0
     assert told["kl"]["after"] != told["kl"]["before"]
+
+
+def test_it_learns_from_the_labels_of_the_original_or_from_the_text(int8: Run, int4: Run) -> None:
+    out, told = int8
+    assert 0.8 * 9 * 160 < told["labels"]["tokens"] <= 9 * 160  # a number is hidden in 3 of 12
+    assert list((out / "stages" / "extend_labels").glob("*.arrow"))
+    out, told = int4
+    assert told["labels"] is None
+    assert not (out / "stages" / "extend_labels").exists()
 
 
 def test_a_model_whose_rope_cannot_be_stretched_is_refused_with_the_reason(

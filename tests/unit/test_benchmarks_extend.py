@@ -66,12 +66,17 @@ def test_the_table_begins_with_the_unscaled_model_and_parts_before_from_after() 
 def test_what_is_judged_on_is_not_trained_on(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("|".join(f"story {i}" for i in range(8)))
-    docs, held = bench.documents(Namespace(text=file, split="|"))
+    docs, held = bench.documents(Namespace(text=file, split="|", train=None))
     assert docs == [f"story {i}" for i in range(6)]
     assert held == "story 6\n\nstory 7"
-    (whole,), held = bench.documents(Namespace(text=file, split=None))
+    (whole,), held = bench.documents(Namespace(text=file, split=None, train=None))
     assert whole + held == file.read_text()
     assert len(whole) == len(file.read_text()) * 3 // 4
+    other = tmp_path / "other.txt"
+    other.write_text("a tale|another")
+    docs, held = bench.documents(Namespace(text=file, split="|", train=other))
+    assert docs == ["a tale", "another"]
+    assert held == file.read_text()
 
 
 def test_one_command_judges_trains_and_goes_on(

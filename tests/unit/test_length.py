@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from compress.algorithms import rope
+from compress.artifact import Artifact
 from compress.errors import UserError
 from compress.eval import length, length_needles
 from compress.eval.length_judge import length_judge
 from compress.eval.length_needles import ASKED, TAUGHT, find, hide, retrieve
 from compress.runtime.loader import load
 from compress.text.windows import leading_ids
-from compress.training import long_training
+from compress.training import labels, long_training, long_window
+from compress.training.teacher import Teacher
 
 FILLER = list(range(60, 90))
 
@@ -161,6 +164,68 @@ def test_a_stated_share_of_the_windows_hides_a_number(tokenizer: PreTrainedToken
         )
 
 
+def test_what_is_labelled_is_numbered_in_order_and_a_share_of_it_stays_near(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    docs = [
+        "a long document of words " * 90,
+        *(f"one of half a window, {i} " * 9 for i in range(9)),
+    ]
+    made = long_training.batches(
+        docs,
+        tokenizer,
+        steps=10,
+        batch=2,
+        length=128,
+        passkey=0.1,
+        seed=0,
+        labelled=True,
+        near=0.5,
+    )
+    pieces = [piece for batch in made for piece in batch]
+    labelled = [piece for piece in pieces if piece.row is not None]
+    assert [piece.row for piece in labelled] == list(range(len(labelled)))
+    assert all((piece.row is None) == (piece.answer is not None) for piece in pieces)
+    windows = long_training.to_label(made)
+    assert windows is not None
+    for piece, ids, mask in zip(labelled, windows.ids, windows.mask, strict=True):
+        assert ids[mask.bool()].tolist() == piece.ids.tolist()
+    hidden = [piece for piece in pieces if piece.answer is not None]
+    assert len(hidden) == 2
+    assert not any(piece.near for piece in hidden)
+    near = sum(len(piece.ids) for piece in pieces if piece.near)
+    assert near / sum(len(p.ids) for p in pieces if p.answer is None) == pytest.approx(0.5, abs=0.1)
+    plain = long_training.batches(docs, tokenizer, steps=2, batch=1, length=128, passkey=0, seed=0)
+    assert long_training.to_label(plain) is None
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_labelled_piece_learns_what_the_original_makes_of_its_first_positions(
+    tiny_model: Path, tmp_path: Path, near: bool
+) -> None:
+    original, student = (load(tiny_model, dtype=torch.float32) for _ in range(2))
+    vocabulary = original.config.vocab_size
+    ids = torch.arange(60, 90)
+    pieces = [long_training.Piece(ids, row=0, near=near)]
+    windows = long_training.to_label([pieces])
+    assert windows is not None
+    teacher = Teacher(tiny_model, vocabulary, vocabulary, torch.float32, "cpu")
+    made = labels.make(Artifact("labels", tmp_path / "labels", tmp_path), teacher, windows)
+    with torch.no_grad():
+        student.model.norm.weight.mul_(1.5)
+        found = long_training.loss_of(student, pieces, 256, torch.Generator().manual_seed(1), made)
+        positions = rope.skipping(30, 256, torch.Generator().manual_seed(1))
+        where = torch.arange(30) if near else positions
+        q = student(
+            ids[None], position_ids=where[None], attention_mask=torch.ones(1, 30)
+        ).logits.log_softmax(-1)
+        p = original(ids[None]).logits.log_softmax(-1)
+    assert not torch.equal(positions, torch.arange(30))
+    wanted = (p.exp() * (p - q)).sum(-1).mean()
+    assert float(found) == pytest.approx(float(wanted), rel=1e-2)
+    assert float(wanted) > 0.01
+
+
 def test_checkpointing_changes_no_gradient_and_switches_no_dropout_on(tiny_model: Path) -> None:
     model = load(tiny_model, dtype=torch.float32)
     model.config.attention_dropout = 0.5
@@ -172,7 +237,7 @@ def test_checkpointing_changes_no_gradient_and_switches_no_dropout_on(tiny_model
     for kept in (True, False):
         generator = torch.Generator().manual_seed(0)
         if kept:
-            with long_training.checkpointing(model):
+            with long_window.checkpointing(model):
                 loss = long_training.loss_of(model, pieces, 256, generator)
                 loss.backward()
         else:
