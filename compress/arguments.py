@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from compress.errors import ConfigError, UserError
+from compress.given import STAGES
 from compress.model_path import TINY, local
 from compress.quoting import PLAIN, is_quoted, quoted, typed
 
@@ -119,6 +120,11 @@ def check_early(arguments: list[str], recipes: Mapping[str, str]) -> None:
         name: [part.strip().strip("'\"") for part in value.split(",")]
         for name, _, value in (field.lstrip("+~").partition("=") for field in fields)
     }
+    groups = _groups()
+    for word in fields:
+        group = word.lstrip("~").partition("=")[0]
+        if word.startswith("~") and group in groups:
+            raise UserError(f"{word}: cannot be taken off; {_wanted(group)}")
     if "recipe" not in values:
         raise UserError(
             f"no recipe given; python -m compress recipe=NAME, with NAME one of\n{listed(recipes)}"
@@ -126,14 +132,25 @@ def check_early(arguments: list[str], recipes: Mapping[str, str]) -> None:
     for name in values["recipe"]:
         if name not in recipes:
             raise UserError(f"recipe={name}: no such recipe; there are\n{listed(recipes)}")
-    for group in _groups() & values.keys():
-        choices = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    for group in sorted(groups & values.keys()):
         for name in values[group]:
-            if name not in (*choices, "null"):
-                raise UserError(f"{group}={name}: no such choice; there are {', '.join(choices)}")
+            if name not in _choices(group):
+                raise UserError(f"{group}={name}: no such choice; {_wanted(group)}")
     for path in _models(fields, _sweeps(options)):
         if path not in (TINY, "null"):
             local(path)
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def _wanted(group: str) -> str:
+    """What a group may be, and how a stage that it sets is left out."""
+    there = f"there are {', '.join(_choices(group))}"
+    if group not in STAGES:
+        return there
+    return f"{there}; to leave the stage out, name those that run: stages=[plan,calibrate,…]"
 
 
 def _models(fields: list[str], sweeps: bool) -> list[str]:

@@ -14,7 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from compress import judged
 from compress.budget.choices import budget_problem
 from compress.errors import ConfigError, UserError
-from compress.given import ENGINES
+from compress.given import ENGINES, STAGES
 from compress.model_path import Model
 from compress.stage import Stage
 from compress.stages.allocate import Allocate
@@ -29,20 +29,6 @@ from compress.stages.score import Score
 from compress.stages.serve import Serve
 from compress.stages.shrink import Shrink
 from compress.text.documents import Data
-
-STAGES = (
-    "plan",
-    "shrink",
-    "calibrate",
-    "allocate",
-    "quantize",
-    "distill",
-    "extend",
-    "export",
-    "serve",
-    "score",
-    "report",
-)
 
 TYPES = {
     int: "a whole number",

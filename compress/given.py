@@ -5,6 +5,12 @@ import re
 ENGINES = ("any", "vllm", "sglang", "transformers", "native")
 """What will serve a checkpoint: what each accepts, compress.engines says."""
 
+STAGES = (
+    *("plan", "shrink", "calibrate", "allocate", "quantize", "distill", "extend"),
+    *("export", "serve", "score", "report"),
+)
+"""All stages, in the order of the pipeline."""
+
 UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(MB|GB|MiB|GiB)")
 

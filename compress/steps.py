@@ -8,11 +8,12 @@ from typing import Any
 
 from compress import source
 from compress.artifact import Artifact, differences, fingerprint
-from compress.config import STAGES, Config
+from compress.config import Config
 from compress.errors import UserError
 from compress.eval.items import records
 from compress.eval.own import named
 from compress.eval.tasks import TASKS, Task
+from compress.given import STAGES
 from compress.model_path import TINY, locate
 from compress.stage import Stage
 from compress.text import documents

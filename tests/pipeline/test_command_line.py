@@ -36,6 +36,7 @@ ODD = (
     "~x",
     "#",
 )
+OUT = "; to leave the stage out, name those that run: stages=[plan,calibrate,…]"
 
 
 @given(st.text(min_size=1) | st.text("'\"\\ ö=(),{}[]:~a/", min_size=1))
@@ -109,6 +110,15 @@ def test_options_anywhere_and_bare_words_for_lists(given: list[str], wanted: lis
             "quantize=w3: no such choice; there are w4a16, w4a16_channel, w4a16_learned, w8a16, "
             "w8a8",
         ),
+        *(
+            ([f"distill={name}"], f"distill={name}: no such choice; there are short, standard{OUT}")
+            for name in ("null", "off", "none")
+        ),
+        (["extend=null"], f"extend=null: no such choice; there are ntk_2x, off, yarn_4x{OUT}"),
+        (["-m", "quantize=w8a8,null"], "quantize=null: no such choice; there are w4a16, "),
+        (["data=null"], "data=null: no such choice; there are file, python_docs"),
+        (["~distill"], f"~distill: cannot be taken off; there are short, standard{OUT}"),
+        (["~extend=off"], f"~extend=off: cannot be taken off; there are ntk_2x, off, yarn_4x{OUT}"),
         (["quantize=w8a8,w4a16"], "add --multirun"),
         (["quantize.bits=4,8"], "--multirun"),
         (["-m", "quantize.bits=4,8", "quantize.clip=(1"], "quantize.clip"),

@@ -6,7 +6,7 @@ import pytest
 from small import composed
 
 from compress.__main__ import CONF, RECIPES, recipes
-from compress.config import STAGES
+from compress.given import STAGES
 
 OPTIONS = [f"{f.parent.name}={f.stem}" for f in sorted(CONF.glob("*/*.yaml"))]
 

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress import pipeline
-from compress.config import STAGES, Config
+from compress.config import Config
 from compress.errors import UserError
+from compress.given import STAGES
 from compress.report.words import significant
 from compress.runtime.loader import load
 
