@@ -37,6 +37,8 @@ ALONE = (
     *("--shell-completion", "-sc"),
 )
 """Its other options."""
+MODES = (*MULTIRUN, "--cfg", "-c", "--info", "-i", "--run", "-r", "--shell-completion", "-sc")
+"""Those of which it takes one."""
 
 
 def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -116,6 +118,9 @@ def check_early(arguments: list[str], recipes: Mapping[str, str]) -> None:
     recipes: what each recipe is for, by its name.
     """
     fields, options = parted(arguments)
+    modes = [word for word in options if word.split("=")[0] in MODES]
+    if len(modes) > 1:
+        raise UserError(f"{' and '.join(modes)}: wanted one of them; --cfg job shows a single run")
     values = {
         name: [part.strip().strip("'\"") for part in value.split(",")]
         for name, _, value in (field.lstrip("+~").partition("=") for field in fields)

@@ -54,7 +54,7 @@ def main(words: list[str]) -> None:
         raise UserError(
             "wanted two runs or more: python -m compress.compare RUN RUN … [out=FOLDER]"
         )
-    page = write(runs, Path(settings.out).expanduser() if settings.out else None)
+    page = write(runs, Path(settings.out) if settings.out else None)
     sys.stdout.write(f"{page}\n")
 
 

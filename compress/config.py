@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -146,6 +147,7 @@ class Config:
         if not self.out:
             name = judged.name_of(self.checkpoint) if self.checkpoint else self.model.name
             self.out = f"runs/{self.recipe}/{name}"
+        self.out = os.path.expanduser(self.out)
 
     def stage(self, name: str) -> Stage:
         """The stage of this name, with its configuration."""

@@ -179,7 +179,9 @@ def main(words: list[str]) -> None:
         shown = paired(results["before"], results["after"])
         whole = {**results, "paired": shown}
     if settings.out:
-        write_text(Path(settings.out), json.dumps(whole, default=str, ensure_ascii=False))
+        write_text(
+            Path(settings.out).expanduser(), json.dumps(whole, default=str, ensure_ascii=False)
+        )
     sys.stdout.write(json.dumps(shown, indent=2, default=str) + "\n")
 
 

@@ -38,7 +38,7 @@ class Model:
     def name(self) -> str:
         """A short name for folders and titles."""
         # Absolute, since `.` and `..` name nothing; links keep the name that the user gave them.
-        path = Path(os.path.abspath(Path(self.path).expanduser()))
+        path = Path(os.path.abspath(os.path.expanduser(self.path)))
         if path.parts[-2:] == ("stages", "source"):  # a model that a run made, or converted
             path = path.parent.parent
         return path.name.removesuffix(".gguf") or "model"
@@ -59,7 +59,7 @@ def local(path: str) -> Path | None:
     """
     if path.startswith(PACKAGE):
         return _in_package(path.removeprefix(PACKAGE))
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if place.is_dir() or (place.is_file() and place.suffix == ".gguf"):
         return place
     if place.exists():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,11 +20,12 @@ T = TypeVar("T")
 def parsed(kind: type[T], words: Sequence[str]) -> T:
     """An instance of the dataclass `kind`, its fields set by `words`; text is taken as typed.
 
-    Raises UserError for a word that is no field=value, an unknown field, a value of another type,
-    and a field without a default that is not given; what `kind` itself refuses passes through.
+    Raises UserError for a word that is no field=value, an unknown field, one that is given twice, a
+    value of another type, and a field without a default that is not given; what `kind` itself refuses passes through.
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     settings = OmegaConf.structured(kind)
+    given: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
@@ -32,6 +34,9 @@ def parsed(kind: type[T], words: Sequence[str]) -> T:
             near = difflib.get_close_matches(name, names, n=3)
             way = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
             raise UserError(f"{name}: no such option; {way}")
+        if name in given:
+            raise UserError(f"{name} is given twice, as {given[name]} and {value}; wanted one")
+        given[name] = value
         try:
             settings[name] = None if value == "null" else value
         except OmegaConfBaseException as error:
@@ -50,7 +55,7 @@ def parsed(kind: type[T], words: Sequence[str]) -> T:
 
 def folder(out: str | Path) -> Path:
     """The folder `out`, made where there is none. Raises UserError where it cannot be written."""
-    place = Path(out).expanduser()
+    place = Path(os.path.expanduser(out))
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -215,7 +215,7 @@ def main(arguments: list[str]) -> None:
     for key in ("steps", "seed"):
         if not settings[key].isdecimal():
             raise UserError(f"{key} is {settings[key]!r}; wanted a whole number")
-    folder = Path(settings["out"])
+    folder = Path(settings["out"]).expanduser()
     if folder.exists():
         raise UserError(f"{folder} is there already; remove it, or name another folder by out=")
     losses = make_tiny(folder, steps=int(settings["steps"]), seed=int(settings["seed"]))

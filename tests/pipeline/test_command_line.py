@@ -71,6 +71,12 @@ def test_a_prepared_word_is_shown_as_it_was_typed(text: str) -> None:
         assert typed(word) == f"out={text}"
 
 
+def test_a_run_s_folder_may_be_in_one_s_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    words = arguments.prepared(["recipe=tiny", "out=~/x"])
+    assert composed(*words).out == "/home/someone/x"
+
+
 def test_what_is_quoted_already_stays() -> None:
     assert arguments.prepared(["out='a b'"]) == ["out='a b'"]
 
@@ -116,6 +122,11 @@ def test_options_anywhere_and_bare_words_for_lists(given: list[str], wanted: lis
         ),
         (["extend=null"], f"extend=null: no such choice; there are ntk_2x, off, yarn_4x{OUT}"),
         (["-m", "quantize=w8a8,null"], "quantize=null: no such choice; there are w4a16, "),
+        (
+            ["-m", "seed=1,2", "--cfg", "job"],
+            "-m and --cfg: wanted one of them; --cfg job shows a single run",
+        ),
+        (["model.path=~nobody/x y"], "model.path=~nobody/x y: no such model"),
         (["data=null"], "data=null: no such choice; there are file, python_docs"),
         (["~distill"], f"~distill: cannot be taken off; there are short, standard{OUT}"),
         (["~extend=off"], f"~extend=off: cannot be taken off; there are ntk_2x, off, yarn_4x{OUT}"),
@@ -166,6 +177,10 @@ def test_what_the_schema_does_not_say_is_told_before_it_is_imported(words: list[
         ("serve", "overlng=end", "overlng: no such option; did you mean overlong?"),
         ("bench", "rounds=many", "rounds=many: Value 'many' of type 'str' could not be converted"),
         ("summarize", "windows=9", "windows: no such option; did you mean window?"),
+        ("plan", "rate=1 rate=2", "rate is given twice, as 1 and 2; wanted one"),
+        ("serve", "port=0 port=0", "port is given twice, as 0 and 0; wanted one"),
+        ("bench", "rounds=1 rounds=2", "rounds is given twice, as 1 and 2; wanted one"),
+        ("compare", "out=a out=b", "out is given twice, as a and b; wanted one"),
         ("harness", "shot=5", "shot: no such option; did you mean shots"),
         ("compare", "outs=x", "outs: no such option; did you mean out?"),
     ],
@@ -177,7 +192,7 @@ def test_small_commands_tell_a_wrong_option_before_what_takes_seconds_is_importe
     code = f"import sys; from compress import options; from compress.{command} import main\n"
     code += "try: options.run(main, '')\n"
     code += "finally: print({'torch', 'transformers', 'datasets', 'pandas'} & sys.modules.keys())"
-    words = [sys.executable, "-c", code, word, *given]
+    words = [sys.executable, "-c", code, *word.split(), *given]
     ended = subprocess.run(words, capture_output=True, text=True)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"compress: {said}")
