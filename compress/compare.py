@@ -1,7 +1,9 @@
 """`python -m compress.compare RUN RUN … [out=FOLDER]`: finished runs side by side.
 
-Writes comparison.html, one file that needs no network, and comparison.json into `out`, which is
-the folder that holds all the runs unless given. A sweep (--multirun) does this by itself.
+Writes comparison.html, one file that needs no network, and comparison.json into `out`, and prints
+where. Without it, that is the folder that the runs lie in, or which holds them all where that is
+the current folder or below it; else it is the current folder. A sweep (--multirun) does this by
+itself.
 """
 
 import os
@@ -19,7 +21,7 @@ from compress.report.pages import comparison_page
 
 @dataclass(kw_only=True)
 class Settings:
-    """out: the folder to write into; null: that which holds all the runs."""
+    """out: the folder to write into; null: as the runs lie."""
 
     out: str | None = None
 
@@ -29,11 +31,20 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
 
     Raises UserError for what is no run, and for an `out` that cannot be made.
     """
-    found = comparison(folders)
-    folder = options.folder(out or Path(os.path.commonpath([f.resolve().parent for f in folders])))
+    place = out or _place(folders)
+    found = comparison(folders, place)
+    folder = options.folder(place)
     write_json(folder / "comparison.json", found)
     write_text(folder / "comparison.html", comparison_page(found))
     return folder / "comparison.html"
+
+
+def _place(folders: Sequence[Path]) -> Path:
+    """The folder for the page of these runs: beside them, never far above them."""
+    parents = {folder.resolve().parent for folder in folders}
+    shared, here = Path(os.path.commonpath(parents)), Path.cwd()
+    beside = len(parents) == 1 and shared != Path(shared.anchor)
+    return shared if beside or shared.is_relative_to(here) else here
 
 
 def _is_option(word: str) -> bool:
@@ -54,7 +65,7 @@ def main(words: list[str]) -> None:
         raise UserError(
             "wanted two runs or more: python -m compress.compare RUN RUN … [out=FOLDER]"
         )
-    page = write(runs, Path(settings.out) if settings.out else None)
+    page = write(runs, Path(os.path.expanduser(settings.out)) if settings.out else None)
     sys.stdout.write(f"{page}\n")
 
 

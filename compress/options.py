@@ -21,7 +21,8 @@ def parsed(kind: type[T], words: Sequence[str]) -> T:
     """An instance of the dataclass `kind`, its fields set by `words`; text is taken as typed.
 
     Raises UserError for a word that is no field=value, an unknown field, one that is given twice, a
-    value of another type, and a field without a default that is not given; what `kind` itself refuses passes through.
+    value of another type, and a field without a default that is not given; what `kind` itself
+    refuses passes through.
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     settings = OmegaConf.structured(kind)

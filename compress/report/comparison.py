@@ -26,8 +26,10 @@ APART = 1.1
 """Originals of which one decodes so many times as fast as another were not measured alike."""
 
 
-def comparison(folders: Sequence[Path]) -> dict[str, Any]:
+def comparison(folders: Sequence[Path], out: Path = Path()) -> dict[str, Any]:
     """The contents of comparison.json, from the report.json of each run's folder.
+
+    out: where it will lie, from which `page` leads to the run's own report.html, if it has one.
 
     `rows`: each original, then its runs, numbered, whose `original` names it; what was not
     measured is None. Runs share an original where model and text of the KL are the same; its
@@ -44,7 +46,7 @@ def comparison(folders: Sequence[Path]) -> dict[str, Any]:
     rows: list[Row] = []
     for original, group in groups.items():
         own = [reports[i] for i in group]
-        runs = [_row(names[i], folders[i], reports[i], original) for i in group]
+        runs = [_row(names[i], folders[i], out, reports[i], original) for i in group]
         for row, report in zip(runs, own, strict=True):
             pairs = zip(runs, own, strict=True)
             beating = (o["name"] for o, other in pairs if _beats(o, row, _alike(other, report)))
@@ -144,6 +146,7 @@ def _original(name: str, reports: Sequence[Report]) -> Row:
         "model": reports[0]["model_name"],
         "original": None,
         "folder": None,
+        "page": None,
         "headline": None,
         "scheme": None,
         "bytes": next((r["bytes"]["before"] for r in reports if r["bytes"]["before"]), None),
@@ -163,7 +166,7 @@ def _original(name: str, reports: Sequence[Report]) -> Row:
     }
 
 
-def _row(name: str, folder: Path, report: Report, original: str) -> Row:
+def _row(name: str, folder: Path, out: Path, report: Report, original: str) -> Row:
     close = report["fidelity"] or {}
     latency = report["latency"] or {}
     before, after = (_speed(latency.get(when)) for when in ("before", "after"))
@@ -173,11 +176,13 @@ def _row(name: str, folder: Path, report: Report, original: str) -> Row:
         if before[key] and after[key]
     }
     decode = "decode_tokens_per_s"
+    page = folder.resolve() / "report.html"
     return {
         "name": name,
         "model": report["model_name"],
         "original": original,
         "folder": str(folder),
+        "page": os.path.relpath(page, out.resolve()) if page.exists() else None,
         "headline": report["verdict"]["headline"],
         "scheme": report["scheme"],
         "bytes": report["bytes"]["after"],

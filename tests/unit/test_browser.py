@@ -40,6 +40,7 @@ def comparison(folder: Path) -> str:
         (folder / name).mkdir()
         found = figures(fixture(folder / name))
         (folder / name / "report.json").write_text(json.dumps(found))
+        (folder / name / "report.html").touch()
     return compare.write(sorted(folder.iterdir())).read_text(encoding="utf-8")
 
 

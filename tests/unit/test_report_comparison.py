@@ -5,6 +5,7 @@ from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from report_run import Tags, fixture
@@ -215,6 +216,7 @@ def test_the_page_is_whole_and_shows_the_figures(runs: list[Path], tmp_path: Pat
     assert tags.open == []
     assert not {tag for tag, _ in tags.seen} & {"script", "link", "iframe", "img", "object"}
     assert not any("href" in attributes or "src" in attributes for _, attributes in tags.seen)
+    assert f"<code>{runs[0]}</code>" in text  # which has no report.html
     shown = text.replace("\u00a0", " ")
     for wanted in (
         "269 MB",
@@ -230,6 +232,49 @@ def test_the_page_is_whole_and_shows_the_figures(runs: list[Path], tmp_path: Pat
     assert data == comparison(runs)
     assert unfounded(text, data) == []
     assert text.count('<td class="n bad">52.5</td>') == 3  # each loses what its answers can show
+
+
+@pytest.mark.parametrize(
+    ("folders", "at", "wanted"),
+    [
+        (["sweep/a", "sweep/b"], "other", "sweep"),
+        (["runs/A/m", "runs/B/m"], ".", "runs"),
+        (["runs/A/m", "runs/B/m"], "runs", "runs"),
+        (["runs/A/m", "runs/B/m"], "runs/A", "runs/A"),
+        (["x/runs/a", "y/runs/b"], "z", "z"),
+        (["x/runs/a", "x/runs/a/deeper"], "z", "z"),
+    ],
+)
+def test_the_page_lies_beside_the_runs_or_in_the_current_folder(
+    folders: list[str], at: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [run(tmp_path / name, 0.012, 180_000_000, 81.0) for name in folders]
+    (tmp_path / at).mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / at)
+    assert compare.write(runs) == tmp_path / wanted / "comparison.html"
+    assert compare.write(runs, tmp_path / "given") == tmp_path / "given" / "comparison.html"
+
+
+def test_runs_below_the_root_do_not_make_it_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/usr")
+    assert compare._place([Path("/a"), Path("/b")]) == Path("/usr")
+    assert compare._place([Path("/home/a/x"), Path("/tmp/b/x")]) == Path("/usr")
+
+
+def test_the_page_links_to_the_runs_own_reports(tmp_path: Path) -> None:
+    names = ["quantize=w8a8,score.text=50% #1.txt", "w4/m"]
+    runs = [run(tmp_path / "sweep" / name, 0.012, 180_000_000, 81.0) for name in names]
+    for folder in runs:
+        (folder / "report.html").touch()
+    page = compare.write(runs, tmp_path / "page")
+    links = [a["href"] for _, a in Tags(page.read_text(encoding="utf-8")).seen if "href" in a]
+    assert links == [
+        "../sweep/quantize%3Dw8a8%2Cscore.text%3D50%25%20%231.txt/report.html",
+        "../sweep/w4/m/report.html",
+    ]
+    assert all((page.parent / unquote(link or "")).is_file() for link in links)
+    rows = json.loads((tmp_path / "page" / "comparison.json").read_text())["rows"]
+    assert [row["page"] for row in rows] == [None, *(unquote(link or "") for link in links)]
 
 
 def test_what_is_no_run_is_told(runs: list[Path], tmp_path: Path) -> None:
