@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from safetensors import SafetensorError
 
 from compress import arguments
-from compress.arguments import CONF
+from compress.arguments import CONF, Job
 from compress.errors import GateError, UserError
 
 RECIPES = CONF / "recipe"
@@ -90,7 +90,7 @@ class Jobs:
             print(f"side by side: {compare.write(reported)}")
 
 
-def runner(jobs: Jobs) -> Callable[[], None]:
+def runner(asked: Sequence[Job], jobs: Jobs) -> Callable[[], None]:
     """What runs the jobs of the command line, one after another, and notes how they end."""
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -99,8 +99,10 @@ def runner(jobs: Jobs) -> Callable[[], None]:
 
         with told_plainly():
             given = HydraConfig.get()
-            swept = given.mode == RunMode.MULTIRUN
-            settings = sweep.settled(composed, given.job.override_dirname if swept else None)
+            job = asked[given.job.num if given.mode == RunMode.MULTIRUN else 0]
+            if job.count > 1:
+                print(job, file=sys.stderr)
+            settings = sweep.settled(composed, job)
             jobs.folders.append(Path(settings.out or ""))
             try:
                 pipeline.run(settings)
@@ -138,17 +140,16 @@ def command() -> None:
 
     schema.register()
     words = arguments.prepared(words)
-    if not shows_help:
-        asked = arguments.check(words)
-        if len(asked) > 1:
-            from compress import sweep
+    asked = [] if shows_help else arguments.check(words)
+    if len(asked) > 1:
+        from compress import sweep
 
-            sweep.check(asked)
-    elif not any(word.startswith("recipe=") for word in words):
+        sweep.check(asked)
+    if shows_help and not any(word.startswith("recipe=") for word in words):
         words.append("recipe=tiny")  # Hydra shows a whole configuration, so it needs one
     sys.argv[1:] = words
     jobs = Jobs()
-    runner(jobs)()
+    runner([job for job, _ in asked], jobs)()
     jobs.compare()
     if jobs.broken:
         _end("\ncompress: ".join(jobs.broken), status=3)

@@ -5,12 +5,11 @@ takes seconds to import: what is wrong without it, `check_early` says.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import get_origin, get_type_hints
+from typing import TypeVar, get_origin, get_type_hints
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,6 +22,8 @@ from compress.errors import ConfigError, UserError
 from compress.given import STAGES
 from compress.model_path import TINY, local
 from compress.quoting import PLAIN, is_quoted, quoted, typed
+
+T = TypeVar("T")
 
 CONF = Path(__file__).parent / "conf"
 MULTIRUN = ("-m", "--multirun")
@@ -177,59 +178,73 @@ class Job:
     words: list[str]
     swept: list[str]
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Let a UserError name the job, in one line, where there are others."""
+    def __str__(self) -> str:
+        return f"job {self.number} of {self.count} ({' '.join(self.swept)})"
+
+
+def each(jobs: Sequence[Job], work: Callable[[Job], T]) -> list[T]:
+    """What `work` gives of each job.
+
+    Raises its first UserError: in one line that names the job, unless it is the same in all.
+    """
+    found = []
+    for job in jobs:
         try:
-            yield
+            found.append(work(job))
         except UserError as error:
-            if self.count == 1:
+            if job.number == 1 and all(_refusal(work, other) == str(error) for other in jobs[1:]):
                 raise
-            job = f"job {self.number} of {self.count} ({' '.join(self.swept)})"
             raise UserError(f"{job}: {'; '.join(str(error).splitlines())}") from error
+    return found
+
+
+def _refusal(work: Callable[[Job], object], job: Job) -> str | None:
+    try:
+        work(job)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def check(arguments: list[str]) -> list[tuple[Job, DictConfig]]:
     """The jobs of prepared arguments, each with its configuration, Hydra's own among it.
 
-    Raises UserError, in one line, for what Hydra would refuse with several; all jobs are composed,
-    that what is wrong with any is said before the first runs.
+    Raises UserError, as `each` does, for what Hydra would refuse with several lines; all jobs are
+    composed, that what is wrong with any is said before the first runs.
     """
     fields, options = parted(arguments)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return [(job, _composed(job)) for job in _jobs(fields, _sweeps(options))]
+        jobs = _jobs(fields, _sweeps(options))
+        return list(zip(jobs, each(jobs, _composed), strict=True))
 
 
 def _composed(job: Job) -> DictConfig:
     from compress import config as schema
 
-    with job.named():
-        problems = [
-            problem
-            for override in map(_parsed, job.words)
-            if not override.is_delete()
-            for name, value in [(override.key_or_group, override.value())]
-            if name not in _groups() and name.replace("/", ".").split(".")[0] != "hydra"
-            if (problem := schema.type_problem(name, value))
-        ]
-        if problems:
-            raise ConfigError(problems)
-        try:
-            return hydra.compose("config", overrides=job.words, return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException) as error:
-            parts = [error, error.__cause__] if error.__cause__ else [error]
-            said = [str(part).strip().splitlines()[0] for part in parts if str(part).strip()]
-            told = ": ".join(dict.fromkeys(said))
-            if "is not in struct" in told:  # and in the schema: one of a dict's, such as a limit
-                new = (word for word in job.words if f"'{word.partition('=')[0]}'" in told)
-                told += "".join(f"; the recipe has none yet: +{word} adds it" for word in new)
-            raise UserError(told) from error
+    problems = [
+        problem
+        for override in map(_parsed, job.words)
+        if not override.is_delete()
+        for name, value in [(override.key_or_group, override.value())]
+        if name not in _groups() and name.replace("/", ".").split(".")[0] != "hydra"
+        if (problem := schema.type_problem(name, value))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    try:
+        return hydra.compose("config", overrides=job.words, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        parts = [error, error.__cause__] if error.__cause__ else [error]
+        said = [str(part).strip().splitlines()[0] for part in parts if str(part).strip()]
+        told = ": ".join(dict.fromkeys(said))
+        if "is not in struct" in told:  # and in the schema: one of a dict's, such as a limit
+            new = (word for word in job.words if f"'{word.partition('=')[0]}'" in told)
+            told += "".join(f"; the recipe has none yet: +{word} adds it" for word in new)
+        raise UserError(told) from error
 
 
 def _jobs(fields: list[str], sweeps: bool) -> list[Job]:
-    """The jobs that these fields ask for, one value each, in Hydra's order and as it writes them:
-    it names them by their words.
-    """
+    """The jobs that these fields ask for, one value each, in the order and words of Hydra."""
     values = []
     for word in fields:
         override = _parsed(word)

@@ -218,7 +218,10 @@ def test_recipes_are_listed_when_asked_for(
 
 
 def test_a_sweep_makes_a_run_of_each_and_sets_them_side_by_side(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["recipe=tiny", "--multirun", "quantize=w8a8,w4a16", f"model.path={tiny_model}"]
@@ -228,9 +231,13 @@ def test_a_sweep_makes_a_run_of_each_and_sets_them_side_by_side(
     assert [json.loads(p.read_text())["metrics"]["scheme"][:5] for p in plans] == ["W4A16", "W8A8"]
     (file,) = tmp_path.glob("runs/tiny/*/comparison.json")
     rows = json.loads(file.read_text())["rows"]
-    names = [f"quantize={scheme},stages=[plan,report]" for scheme in ("w8a8", "w4a16")]
+    names = ["quantize=w8a8", "quantize=w4a16"]
     assert [row["name"] for row in rows] == ["original", *names]
     assert (file.parent / "comparison.html").exists()
+    shown = capsys.readouterr()
+    jobs = [line for line in shown.err.splitlines() if line.startswith("job ")]
+    assert jobs == ["job 1 of 2 (quantize=w8a8)", "job 2 of 2 (quantize=w4a16)"]
+    assert shown.out == f"side by side: {file.parent / 'comparison.html'}\n"
 
 
 @pytest.mark.parametrize(
@@ -249,8 +256,8 @@ def test_a_sweep_makes_a_run_of_each_and_sets_them_side_by_side(
             "job 2 of 4 (data.samples=4 data.length=8): data.length is 8; wanted at least 16",
         ),
         (
-            ["seed=1,2", "data.samples=0", "data.length=8"],
-            "job 1 of 2 (seed=1): data.samples is 0; wanted at least 1; data.length is 8; wanted",
+            ["seed=1,2", "data.samples=0,-1", "data.length=8"],
+            "job 1 of 4 (seed=1 data.samples=0): data.samples is 0; wanted at least 1; data.length",
         ),
         (["seed=1,many"], "job 2 of 2 (seed=many): seed is 'many'; wanted a whole number"),
         (
@@ -280,8 +287,11 @@ def test_a_sweep_makes_a_run_of_each_and_sets_them_side_by_side(
         ),
         (
             ["seed=1,2", "~score.gate.tasks.cloze"],
-            "job 1 of 2 (seed=1): Could not delete from config. 'score.gate.tasks.cloze' does not",
+            "Could not delete from config. 'score.gate.tasks.cloze' does not",
         ),
+        (["seed=1,2", "data.sample=4"], "data.sample: no such field; data has samples"),
+        (["seed=1,2", "data.samples=0"], "data.samples is 0; wanted at least 1"),
+        (["seed=1,2", "shrink.blocks=99"], "shrink.blocks"),
     ],
 )
 def test_a_mistake_in_any_job_of_a_sweep_is_told_before_the_first_runs(
