@@ -20,14 +20,19 @@ def fingerprint(key: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The fields that differ, each with both values: `quantize.bits was 8, is now 4`."""
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """The fields that differ, by their dotted names, with both values as JSON or `absent`."""
     flat_old, flat_new = dict(_flatten(old)), dict(_flatten(new))
-    return [
-        f"{name} was {flat_old.get(name, 'absent')}, is now {flat_new.get(name, 'absent')}"
+    return {
+        name: (flat_old.get(name, "absent"), flat_new.get(name, "absent"))
         for name in sorted(flat_old.keys() | flat_new.keys())
         if flat_old.get(name) != flat_new.get(name)
-    ]
+    }
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The fields that differ, each with both values: `quantize.bits was 8, is now 4`."""
+    return [f"{name} was {was}, is now {now}" for name, (was, now) in changes(old, new).items()]
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress import source
-from compress.artifact import Artifact, differences, fingerprint
+from compress.artifact import Artifact, changes, fingerprint
 from compress.config import Config
 from compress.errors import UserError
 from compress.eval.items import records
@@ -20,6 +20,25 @@ from compress.text import documents
 
 MANIFESTS = "manifests"
 """The kind that every stage can read: what the stages before it said."""
+
+
+CONTENT = {
+    "model.content": ("model.path", "model"),
+    "data.content": ("data.path", "text"),
+    "score_text": ("score.text", "text"),
+    "teacher": ("distill.teacher", "model"),
+    "student": ("shrink.student", "model"),
+}
+"""What a key holds by its content: the field that names it, and a word for it."""
+FIELDS = {
+    "heldout.windows": "calibrate.heldout_windows",
+    "heldout.length": "calibrate.heldout_length",
+    "scheme.spec": "the scheme",
+    "scheme.keep": "quantize.keep",
+    "kv_cache": "serve.kv_cache",
+    "version": "the stage's version",
+}
+"""What else a key calls otherwise than the user does."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +134,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     _refuse_changes(used, config)
     if config.only is not None:
         _refuse_untimed(config, absent, out)
-        _refuse_stale(used, config.only)
+        _refuse_stale(used, config, config.only)
     return steps
 
 
@@ -207,13 +226,14 @@ def _refuse_untimed(config: Config, absent: set[str], out: Path) -> None:
         )
 
 
-def _refuse_stale(steps: list[Step], only: str) -> None:
+def _refuse_stale(steps: list[Step], config: Config, only: str) -> None:
     """Raise UserError where what `only` would read was not made from what is on disk now."""
     for step in steps:
         manifest = step.artifact.manifest()
         if step.name in (only, "source") or manifest is None or manifest["key"] == step.key:
             continue
-        changed = differences(*({**key, "inputs": {}} for key in (manifest["key"], step.key)))
+        old_key, new_key = ({**key, "inputs": {}} for key in (manifest["key"], step.key))
+        changed = _changed(old_key, new_key, config)
         old, new = manifest["key"]["inputs"], step.key["inputs"]
         made_from = [kind for kind in new if old.get(kind) != new[kind]]
         replaced = f"the {' and '.join(made_from)} that it was made from was made again"
@@ -232,7 +252,7 @@ def _refuse_changes(steps: list[Step], config: Config) -> None:
         old = manifest["key"] if manifest else step.artifact.partial_key()
         if step.name in rebuilt or old is None:
             continue
-        changed = differences(_settings(step.stage, old), _settings(step.stage, step.key))
+        changed = _changed(_settings(step.stage, old), _settings(step.stage, step.key), config)
         if changed:
             without = "" if config.only in (None, step.name) else " without only="
             raise UserError(
@@ -240,6 +260,28 @@ def _refuse_changes(steps: list[Step], config: Config) -> None:
                 f"Add force=[{step.name}]{without} to rebuild from there on, "
                 "or give another out=FOLDER"
             )
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any], config: Config) -> list[str]:
+    """What differs between two keys, by the fields that the user sets, with the values as far as
+    they are known: of files a key has a hash of what they hold.
+    """
+    told = []
+    for name, (was, now) in changes(old, new).items():
+        if name in CONTENT:
+            field, what = CONTENT[name]
+            section, _, last = field.partition(".")
+            value = config.section(section)[last] or "null"
+            if "null" in (was, now):
+                before = "null" if was == "null" else f"another {what}"
+                told.append(f"{field} was {before}, is now {value}")
+            else:
+                told.append(f"{field} is {value}, another {what} than before")
+        elif name.startswith(("score_tasks.", "distill_tasks.")):
+            told.append(f"what the task {name.partition('.')[2]} asks has changed")
+        else:
+            told.append(f"{FIELDS.get(name, name)} was {was}, is now {now}")
+    return told
 
 
 def _settings(stage: Stage, key: Mapping[str, Any]) -> dict[str, Any]:

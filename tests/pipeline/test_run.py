@@ -1,6 +1,7 @@
 """The whole way on the tiny model: what it leaves, what it skips, what it refuses."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compress import pipeline
+from compress import pipeline, steps
 from compress.config import Config
 from compress.errors import UserError
 from compress.given import STAGES
@@ -118,6 +119,41 @@ def test_changed_field_is_refused_by_name_then_rebuilt_by_force(small: Small) ->
     pipeline.run(small(stages, "quantize.clip=false", "force=[quantize]"))
     assert files(out / "stages" / "quantize")["model.safetensors"] != before["model.safetensors"]
     assert (out / "stages" / "calibrate.json").stat().st_mtime_ns == calibrated
+
+
+def test_changed_files_are_told_by_the_field_that_names_them(small: Small, tmp_path: Path) -> None:
+    stages = "stages=[calibrate,quantize]"
+    text = tmp_path / "text.txt"
+    text.write_text("One word after the other. " * 200)
+    out = pipeline.run(small("stages=[calibrate]"))
+    other = tmp_path / "other"
+    shutil.copytree(small().model.path, other)
+    (other / "generation_config.json").write_text("{}")
+    said = f"{out}/stages/calibrate: made with other settings: "
+    way = ". Add force=[calibrate] to rebuild from there on, or give another out=FOLDER"
+    for words, told in (
+        ([f"model.path={other}"], f"model.path is {other}, another model than before"),
+        (["data=file", f"data.path={text}"], f"data.path is {text}, another text than before"),
+    ):
+        with pytest.raises(UserError) as refused:
+            pipeline.run(small(stages, *words))
+        assert str(refused.value) == f"{said}{told}{way}"
+
+
+def test_keys_are_told_apart_in_the_user_s_words(small: Small) -> None:
+    config = small("distill.teacher=/t", "score.text=null", "quantize.clip=false")
+    first = {"teacher": None, "score_text": "a" * 64, "kv_cache": "16", "version": 1}
+    first |= {"score_tasks": {"mine": "b" * 64}, "quantize": {"clip": True}}
+    second = {"teacher": "c" * 64, "score_text": None, "kv_cache": "v8", "version": 2}
+    second |= {"score_tasks": {"mine": "d" * 64}, "quantize": {"clip": False}}
+    assert steps._changed(first, second, config) == [
+        'serve.kv_cache was "16", is now "v8"',
+        "quantize.clip was true, is now false",
+        "what the task mine asks has changed",
+        "score.text was another text, is now null",
+        "distill.teacher was null, is now /t",
+        "the stage's version was 1, is now 2",
+    ]
 
 
 def test_only_runs_one_stage_from_what_is_on_disk(small: Small) -> None:
