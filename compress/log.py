@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,6 +91,18 @@ def progress(
             leave=False,
         )
     )
+
+
+@contextmanager
+def one_bar() -> Iterator[None]:
+    """Leave out the bars that transformers draws as it reads and writes models: ours is the one."""
+    from transformers.utils import logging as theirs  # here, as above
+
+    before = theirs.set_tqdm_hook(lambda _, args, given: theirs.EmptyTqdm(*args, **given))
+    try:
+        yield
+    finally:
+        theirs.set_tqdm_hook(before)
 
 
 def _in_lines(items: Iterable[T], what: str, total: int | None, done: int) -> Iterator[T]:

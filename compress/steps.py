@@ -21,7 +21,6 @@ from compress.text import documents
 MANIFESTS = "manifests"
 """The kind that every stage can read: what the stages before it said."""
 
-
 CONTENT = {
     "model.content": ("model.path", "model"),
     "data.content": ("data.path", "text"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from compress.errors import UserError
-from compress.log import progress
+from compress.log import one_bar, progress
 from compress.text.documents import Data, split
 
 VOCABULARY = 1024
@@ -188,6 +188,7 @@ def _unigram_loss(ids: Tensor, held_ids: Tensor) -> float:
     return float(-(counts / counts.sum()).log()[held_ids].mean())
 
 
+@one_bar()
 def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the folder beside its place, then rename it: no half-written model is ever seen."""
     aside = folder.with_name(f".{folder.name}.part")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -121,9 +122,16 @@ def test_interrupted_it_goes_on_to_the_same_bytes(
 
 
 @pytest.mark.usefixtures("little_text")
-def test_command_prints_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transformers.utils.logging, "_tqdm_active", True)
     main([f"out={tmp_path / 'model'}", f"steps={STEPS}"])
-    assert f"nats a token after {STEPS} steps" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert f"nats a token after {STEPS} steps" in shown.out
+    assert shown.err == ""  # transformers' "Writing model shards" among it
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert "Loading weights" in capsys.readouterr().err  # it draws again
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
