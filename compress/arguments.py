@@ -122,6 +122,8 @@ def check_early(arguments: list[str], recipes: Mapping[str, str]) -> None:
     modes = [word for word in options if word.split("=")[0] in MODES]
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes)}: wanted one of them; --cfg job shows a single run")
+    if "--resolve" in options and not {"--cfg", "-c"} & {word.split("=")[0] for word in options}:
+        raise UserError("--resolve: wanted with --cfg job, whose ${…} it fills in")
     values = {
         name: [part.strip().strip("'\"") for part in value.split(",")]
         for name, _, value in (field.lstrip("+~").partition("=") for field in fields)

@@ -126,6 +126,7 @@ def test_options_anywhere_and_bare_words_for_lists(given: list[str], wanted: lis
             ["-m", "seed=1,2", "--cfg", "job"],
             "-m and --cfg: wanted one of them; --cfg job shows a single run",
         ),
+        (["--resolve"], "--resolve: wanted with --cfg job, whose ${…} it fills in"),
         (["model.path=~nobody/x y"], "model.path=~nobody/x y: no such model"),
         (["data=null"], "data=null: no such choice; there are file, python_docs"),
         (["~distill"], f"~distill: cannot be taken off; there are short, standard{OUT}"),
