@@ -24,7 +24,7 @@ from kept import write_between
 from compress.artifact import write_json
 from compress.eval.tasks import TASKS
 from compress.report.tasks import change, label
-from compress.report.words import signed, significant
+from compress.report.words import paired, significant
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -136,8 +136,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def said(row: Mapping[str, Any]) -> str:
     """A change with its interval, in bold where it is more than chance."""
-    low, high = row["ci95"]
-    text = f"{signed(row['after'] - row['before'])} ({signed(low)} to {signed(high)})"
+    text = "{} ({})".format(*paired(row["after"] - row["before"], row["ci95"]))
     return f"**{text}**" if change(row) in ("worse", "better") else text
 
 

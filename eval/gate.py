@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from compress.report.words import plain
+from compress.report.words import plain, significant
 
 
 @dataclass(kw_only=True)
@@ -81,6 +81,12 @@ def _over(took: float, limit: float) -> str:
     return next((plain(value) for value in rounded if value > limit), repr(took))
 
 
+def _above(drop: float, limit: float) -> str:
+    """A drop of a score, in as many decimals as show that it is above the limit."""
+    rounded = (f"{drop:.{decimals}f}" for decimals in (1, 4))
+    return next((said for said in rounded if float(said) > limit), repr(drop))
+
+
 def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
     found = []
     kl = scores["fidelity"]["kl"]
@@ -97,8 +103,9 @@ def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
         drop = row["before"] - row["after"]
         if not drop <= most:
             found.append(
-                f"{name}, {row['metric']} fell {drop:.1f} points ({row['before']:.1f} to "
-                f"{row['after']:.1f}), at most {most:g} allowed"
+                f"{name}, {row['metric']} fell {_above(drop, most)} points "
+                f"({significant(row['before'])} to {significant(row['after'])}), at most {most:g} "
+                "allowed"
             )
     return found
 

@@ -259,13 +259,12 @@ def tasks(rows: Sequence[Mapping[str, Any]]) -> Markup:
             row["ci95"][0],
             row["ci95"][1],
             styles.get(change(row), "after"),
-            f"{words.points(row['after'] - row['before'])} "
-            f"({words.signed(row['ci95'][0])} to {words.signed(row['ci95'][1])})",
+            "{} ({})".format(*words.paired(row["after"] - row["before"], row["ci95"])),
         )
         for row in rows
     ]
     title = "points gained or lost by the compressed model, with 95% intervals"
-    return plots.intervals(drawn, title, lambda v: words.signed(v, 0))
+    return plots.intervals(drawn, title, lambda v: f"{'+' if v > 0 else ''}{words.plain(v)}")
 
 
 def latency(found: Mapping[str, Any], key: str) -> Markup:

@@ -1,10 +1,11 @@
 """What task scores show, and what this many items cannot show."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from math import inf, isinf
 from typing import Any, Literal
 
 from compress.eval.tasks import RIGHT_OR_WRONG
-from compress.report.words import count, listed, percent, points, several, signed, significant
+from compress.report.words import count, paired, percent, several, significant
 
 Task = Mapping[str, Any]
 Change = Literal["better", "perhaps better", "unclear", "perhaps worse", "worse"]
@@ -72,12 +73,11 @@ def unasked(task: Mapping[str, Any]) -> str:
 
 def difference(task: Task) -> str:
     """Both scores, and the difference with its interval."""
-    low, high = task["ci95"]
+    points, ends = paired(task["after"] - task["before"], task["ci95"])
     exact = f", p {significant(task['p'], 2)}" if "p" in task else ""
     return (
         f"{label(task)} {significant(task['before'])} to {significant(task['after'])} "
-        f"({points(task['after'] - task['before'])} points, 95% interval {signed(low)} to "
-        f"{signed(high)}{exact}, {several(task['n'], 'item')})"
+        f"({points} points, 95% interval {ends}{exact}, {several(task['n'], 'item')})"
     )
 
 
@@ -119,25 +119,27 @@ def rest(tasks: Sequence[Task]) -> str | None:
 def blind(tasks: Sequence[Task]) -> str | None:
     """What the tasks cannot show: losses too small for the items, and tasks nobody can do."""
     sentences = []
-    losses = [(loss, t) for t in tasks if (loss := _hidden(t)) is not None]
+    unclear = [t for t in tasks if change(t) == "unclear" and t["before"]]
+    losses = [(loss, t) for t in unclear if (loss := _least_seen(t)) is not None]
     if losses:
-        largest, task = max(losses, key=lambda pair: pair[0])
+        least, task = max(losses, key=lambda pair: pair[0])
+        below = "" if isinf(least) else f" of less than {significant(least, 2)} points"
         sentences.append(
             f"No clear difference is not none: in {label(task)}, with "
-            f"{several(task['n'], 'item')}, a loss of up to {significant(largest, 2)} points would "
-            "not stand out."
+            f"{several(task['n'], 'item')}, no loss{below} would have been called more than chance."
         )
-    hopeless = list(_names(t for t in tasks if t["before"] == 0))
+    hopeless = [label(task) for task in tasks if task["before"] == 0]
     if hopeless:
         sentences.append(
-            f"The original scores nothing in {listed(hopeless)}, so no loss could show there."
+            f"No loss could show where the original scores nothing: {'; '.join(hopeless)}."
         )
     return " ".join(sentences) or None
 
 
-def _hidden(task: Task) -> float | None:
-    return unseen_loss(task) if change(task) == "unclear" and task["before"] else None
-
-
-def _names(tasks: Iterable[Task]) -> Iterable[str]:
-    return (label(task) for task in tasks)
+def _least_seen(task: Task) -> float | None:
+    """The smallest loss that would have been called more than chance: infinite where the answers
+    are too few for any, None of grades of which none differs.
+    """
+    if task["smallest_loss"] is None and task["metric"] in RIGHT_OR_WRONG:
+        return inf
+    return task["smallest_loss"]

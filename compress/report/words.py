@@ -1,7 +1,7 @@
 """Numbers as people read them: units, sensible digits, real minus signs, no line break inside."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from math import floor, isfinite, log10
 from typing import Any
@@ -117,11 +117,22 @@ def signed(value: Number, decimals: int = 1) -> str:
     return text[1:] if not float(f"{value:.{decimals}f}") else text
 
 
-def points(value: Number) -> str:
-    """A difference of scores: as `signed`, or in one significant digit where that says 0.0."""
-    if value is None or abs(value) >= 0.05 or abs(value) < 1e-9:
-        return signed(value)
+def points(value: Number, decimals: int = 1) -> str:
+    """A difference of scores: as `signed`, or in one significant digit where that says zero."""
+    if value is None or round(value, decimals) or abs(value) < 1e-9:
+        return signed(value, decimals)
     return ("+" if value > 0 else "") + significant(value, 1)
+
+
+def paired(difference: float, ends: Sequence[float]) -> tuple[str, str]:
+    """A difference of scores, and the ends of its interval: `+0.0006`, `+0.0001 to +0.0012`.
+
+    All have as many decimals as give two digits of how far the ends are apart, and one at least.
+    """
+    low, high = ends
+    apart = next((size for size in (high - low, abs(difference)) if size > 1e-9), 1.0)
+    decimals = max(1, 1 - floor(log10(apart)))
+    return points(difference, decimals), f"{points(low, decimals)} to {points(high, decimals)}"
 
 
 def several(number: int, thing: str) -> str:

@@ -14,6 +14,7 @@ from compress.eval.gate import Gate
 from compress.eval.own import named
 from compress.eval.tasks import TASKS, shortened
 from compress.log import logger
+from compress.report.words import several, significant
 from compress.source import shortest_window
 from compress.stage import Run
 from compress.text.documents import Data, heldout_text
@@ -165,6 +166,7 @@ def _say(scores: dict[str, Any]) -> None:
         logger.warning(f"  {fault['name']}: {fault['text']}")
     for row in scores["tasks"]:
         logger.info(
-            f"  {row['name']}, {row['metric']}: {row['before']:.1f} to {row['after']:.1f} "
-            f"({row['n']} items, {row['gained']} better, {row['lost']} worse)"
+            f"  {row['name']}, {row['metric']}: {significant(row['before'])} to "
+            f"{significant(row['after'])} ({several(row['n'], 'item')}, {row['gained']} better, "
+            f"{row['lost']} worse)"
         )

@@ -10,8 +10,9 @@ from compress.report import words
 
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 FORMS: tuple[Callable[[float], str], ...] = (
-    *(words.count, words.many, words.size, words.rate, words.signed, words.points, words.plain),
+    *(words.count, words.many, words.size, words.rate, words.signed, words.plain),
     *(words.milliseconds, words.seconds, lambda hours: words.seconds(3600 * hours)),
+    *(partial(words.points, decimals=decimals) for decimals in (1, 2, 3, 4)),
     *(partial(words.significant, digits=digits) for digits in (2, 3, 4)),
     *(partial(words.percent, decimals=decimals) for decimals in (0, 1, 2, 3)),
     lambda months: words.seconds(30 * 86400 * months),

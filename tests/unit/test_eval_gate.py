@@ -43,6 +43,19 @@ def test_each_limit_that_is_broken_is_said_in_words() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("after", "most", "said"),
+    [
+        (59.96, 0, "fell 0.0400 points (60.0 to 60.0), at most 0 allowed"),
+        (52.9, 7, "fell 7.1 points (60.0 to 52.9), at most 7 allowed"),
+        (49.96, 10, "fell 10.0400 points (60.0 to 50.0), at most 10 allowed"),
+    ],
+)
+def test_a_drop_is_told_from_its_limit(after: float, most: float, said: str) -> None:
+    limits = Gate(tasks={"knowledge": most})
+    assert broken(limits, scores(after=after), None) == [f"knowledge, accuracy {said}"]
+
+
 @pytest.mark.parametrize("kl", [None, float("nan"), float("inf")])
 def test_a_figure_that_is_not_finite_is_no_pass(kl: float | None) -> None:
     assert len(broken(Gate(kl=1.0), scores(kl=kl), None)) == 1

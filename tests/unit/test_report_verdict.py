@@ -8,9 +8,10 @@ import pytest
 from report_run import fixture
 
 from compress.eval.gate import Gate
+from compress.report.card import model_card
 from compress.report.figures import figures
 from compress.report.pages import page, short
-from compress.report.tasks import blind, change, unseen_loss
+from compress.report.tasks import blind, change, label, unseen_loss
 
 
 @pytest.fixture
@@ -33,11 +34,26 @@ def test_verdict_says_it_in_words(run: SimpleNamespace) -> None:
     assert "knowledge, accuracy 62.5 to 52.5 (−10.0 points" in said["Measurably worse"]
     assert "translation, chrf" in said["Measurably better"]
     assert "3 of 5 scores show no clear difference" in said["Tasks"]
-    # 40 items of which none got worse: 1 - 0.05^(1/40) is 7.2 points.
-    assert (
-        "short answers, contained, with 40 items, a loss of up to 7.2 points"
-        in (said["What this cannot show"])
+    assert said["What this cannot show"] == (
+        "No clear difference is not none: in commonsense, accuracy, with 40 items, no loss of less "
+        "than 22 points would have been called more than chance."
     )
+
+
+def test_small_differences_are_told_with_their_ends(tmp_path: Path) -> None:
+    run = fixture(tmp_path)
+    row = run.manifests["score"]["metrics"]["tasks"][4]
+    row |= {"before": 0.0012, "after": 0.00181, "ci95": [0.00012, 0.00118]}
+    found = figures(run)
+    said = {f["about"]: f["text"] for f in found["verdict"]["findings"]}
+    assert said["Measurably better"] == (
+        "translation, chrf 0.00120 to 0.00181 (+0.0006 points, 95% interval +0.0001 to +0.0012, "
+        "20 items)."
+    )
+    card = model_card("r", "m", {"score": found}, found)
+    for text in (page(found), card):
+        assert "+0.0006 (+0.0001 to +0.0012)" in text
+    assert "| +0.0006 | +0.0001 to +0.0012 |" in short(found)
 
 
 def test_steps_that_are_not_the_same_are_told(run: SimpleNamespace) -> None:
@@ -77,10 +93,33 @@ def test_what_an_interval_says(row: dict[str, Any], said: str, unseen: float | N
 
 def test_a_task_that_the_original_cannot_do_shows_no_loss() -> None:
     row = TASK | {"ci95": [0.0, 0.0], "gained": 0, "lost": 0, "before": 0.0, "after": 0.0}
-    assert blind([row]) == (
-        "The original scores nothing in knowledge, accuracy, so no loss could show there."
+    assert blind([row, row | {"name": "big_words", "metric": "exact_match"}]) == (
+        "No loss could show where the original scores nothing: knowledge, accuracy; big words, "
+        "exact match."
     )
     assert blind([]) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"smallest_loss": 11.06}, "no loss of less than 11 points"),
+        ({"n": 3, "smallest_loss": None}, "no loss"),
+        ({"metric": "rougeL", "smallest_loss": 3.41}, "no loss of less than 3.4 points"),
+        ({"metric": "rougeL", "smallest_loss": None}, None),
+        ({"ci95": [-9.0, -2.0], "smallest_loss": 11.06}, None),
+    ],
+)
+def test_what_cannot_show_is_the_loss_that_the_table_has(
+    row: dict[str, Any], said: str | None
+) -> None:
+    task = TASK | {"ci95": [-5.6, 3.0], "gained": 1, "lost": 2} | row
+    items = f"{task['n']} items"
+    assert blind([task]) == (
+        said
+        and f"No clear difference is not none: in {label(task)}, with {items}, {said} would have "
+        "been called more than chance."
+    )
 
 
 def test_few_answers_are_called_perhaps(run: SimpleNamespace) -> None:

@@ -70,6 +70,27 @@ def test_signs_and_shares() -> None:
     assert words.moment("2026-11-29T14:05:31+00:00") == "2026-11-29 14:05\u00a0UTC"
 
 
+@pytest.mark.parametrize(
+    ("difference", "low", "high", "said"),
+    [
+        (-7.1, -13.3, -1.02, ("−7.1", "−13.3 to −1.0")),
+        (-0.0312, -0.0609, 0.0104, ("−0.031", "−0.061 to +0.010")),
+        (0.00061, 0.00012, 0.00118, ("+0.0006", "+0.0001 to +0.0012")),
+        (-0.01, -0.03, 0.0, ("−0.010", "−0.030 to 0.000")),
+        # An end that is not zero never reads as zero.
+        (-5.0, -9.0, -0.0004, ("−5.0", "−9.0 to −0.0004")),
+        # The interval of one item is that item.
+        (0.004, 0.004, 0.004, ("+0.0040", "+0.0040 to +0.0040")),
+        (0.0, 0.0, 0.0, ("0.0", "0.0 to 0.0")),
+        (-1e-14, -1e-14, 1e-14, ("0.0", "0.0 to 0.0")),
+    ],
+)
+def test_the_ends_of_an_interval_have_the_digits_that_tell_them_apart(
+    difference: float, low: float, high: float, said: tuple[str, str]
+) -> None:
+    assert words.paired(difference, (low, high)) == said
+
+
 TASKS = ("cloze, accuracy", "short answers, contained", "summaries")
 
 
