@@ -43,17 +43,27 @@ def _batching(plan: Figures) -> Iterator[tuple[str, str]]:
 def _cache(plan: Figures) -> Iterator[tuple[str, str]]:
     by_rule = {row["rule"]: row for row in plan["reservations"]}
     most, p80, paged = by_rule["max"], by_rule["p80"], by_rule["paged"]
-    saved = 1 - p80["bytes"] / most["bytes"]
-    yield (
-        "cache",
-        f"Allocate the KV cache in pages: {words.count(paged['requests'])} requests fit at once; "
-        f"with room for the longest in each, {words.count(most['requests'])}. Without pages, "
-        f"allocate for {words.count(p80['p80'])} tokens (p80) and more for the fifth that is "
-        f"longer: {words.percent(saved)} saved, {words.several(p80['requests'], 'request')}.",
-    )
+    if paged["requests"] > most["requests"]:
+        text = (
+            f"Allocate the KV cache in pages: {words.several(paged['requests'], 'request')} at "
+            f"once; with room for the longest in each, {words.count(most['requests'])}."
+        )
+    else:
+        text = (
+            "Pages of 16 tokens do not pay on these lengths: with them a request takes "
+            f"{words.size(paged['bytes'])}, {words.count(paged['requests'])} at once; with room "
+            f"for the longest {words.size(most['bytes'])}, {words.count(most['requests'])} at once."
+        )
+    if p80["requests"] > most["requests"]:
+        saved = words.percent(1 - p80["bytes"] / most["bytes"])
+        text += (
+            f" Without pages, allocate for {words.count(p80['p80'])} tokens (p80) and more for the "
+            f"fifth that is longer: {saved} saved, {words.several(p80['requests'], 'request')}."
+        )
+    yield "cache", text
     first = next(row for row in plan["schemes"] if row["scheme"] == plan["base"])
     batches = first["largest_batch"]
-    if "kv8" in batches:
+    if batches.get("kv8", 0) > batches["16"]:
         yield (
             "cache",
             f"K and V in 8 bit: {words.count(batches['kv8'])} of the longest requests fit instead "
@@ -65,17 +75,21 @@ def _decoding(plan: Figures) -> Iterator[tuple[str, str]]:
     found = plan["decoding"]
     beams = str(found["beams"])
     rate = found["beam_tokens_per_s"]
-    yield (
-        "decoding",
-        f"Stop at the end token: answers that run to {words.count(plan['requests']['new']['max'])} "
-        f"tokens take {words.significant(found['without_stop'])} times as many.",
-    )
-    yield (
-        "decoding",
-        f"max_new_tokens={found['cap']} (p95) cuts {words.percent(found['cut_share'])} of the "
-        f"answers, saves {words.percent(found['cap_saves_tokens'])} of the tokens, and a request "
-        f"then reserves {words.percent(found['cap_reserves'], 0)} of what the longest answer asks.",
-    )
+    if found["without_stop"] > GAIN:
+        longest = words.count(plan["requests"]["new"]["max"])
+        yield (
+            "decoding",
+            f"Stop at the end token: answers that run to {longest} tokens take "
+            f"{words.significant(found['without_stop'])} times as many.",
+        )
+    if found["cut_share"]:
+        yield (
+            "decoding",
+            f"max_new_tokens={found['cap']} (p95) cuts {words.percent(found['cut_share'])} of the "
+            f"answers, saves {words.percent(found['cap_saves_tokens'])} of the tokens, and a "
+            f"request then reserves {words.percent(found['cap_reserves'], 0)} of what the longest "
+            "answer asks.",
+        )
     yield (
         "decoding",
         f"{beams} beams leave {words.rate(rate[beams])} of {words.rate(rate['1'])}, with "
@@ -159,6 +173,8 @@ def _quantization(plan: Figures) -> Iterator[tuple[str, str]]:
             "the longest request. The mildest scheme near the best"
         )
         del figures[plain["scheme"]]
+    elif taken["scheme"] == smallest["scheme"] == plain["scheme"]:
+        why = "Not needed, neither for throughput nor for the time of a token"
     elif taken["scheme"] == plain["scheme"]:
         why = "Not needed for throughput; for the time of a token it may be"
     else:
@@ -177,6 +193,8 @@ def _figures(row: Figures) -> str:
 def _distillation(plan: Figures) -> Iterator[tuple[str, str]]:
     student = plan["student"]
     small = student["rows"][-1]
+    if student["blocks"] == plan["blocks"]:
+        return
     yield (
         "distillation",
         f"Last, since it takes training and costs quality: a student with {student['blocks']} of "

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from compress.planning.memory import kv_bytes
+from compress.planning.memory import cache_room, kv_bytes, request_bytes
 from compress.planning.requests import Request, percentiles
 from compress.planning.simulate import MOST_AT_ONCE
 from compress.planning.timing import Clock
@@ -25,16 +25,17 @@ def summarized(requests: Sequence[Request]) -> dict[str, Any]:
     }
 
 
-def reservations(requests: Sequence[Request], clock: Clock, room: float) -> list[dict[str, Any]]:
-    """How many requests fit at once where each KV cache is allocated by a rule.
+def reservations(requests: Sequence[Request], clock: Clock, memory: int) -> list[dict[str, Any]]:
+    """How many requests fit at once into `memory` bytes where each KV cache is allocated by a rule.
 
     window: the model's whole window. max: the longest request. p80: the 80th percentile, and the
     longest for those above it. paged: what a request has, in blocks of PAGE tokens.
     """
     totals = [r.total for r in requests]
     longest, p80 = max(totals), int(percentiles(totals)["p80"])
+    window = max(clock.shape.positions, longest)
     rules = {
-        "window": [max(clock.shape.positions, longest)],
+        "window": [window],
         "max": [longest],
         "p80": [p80 if total <= p80 else longest for total in totals],
         "paged": [PAGE * math.ceil(total / PAGE) for total in totals],
@@ -42,8 +43,11 @@ def reservations(requests: Sequence[Request], clock: Clock, room: float) -> list
     found = []
     for rule, lengths in rules.items():
         sizes = [kv_bytes(clock.shape, clock.kv_cache, tokens) for tokens in lengths]
-        mean = fmean(sizes)
-        found.append({"rule": rule, "bytes": mean, "requests": int(room / mean), "p80": p80})
+        prefilled = window if rule == "window" else longest
+        room = cache_room(clock.shape, clock.weights, memory, prefilled)
+        each = fmean(request_bytes(clock.shape, clock.kv_cache, tokens) for tokens in lengths)
+        at_once = max(0, int(room / each))
+        found.append({"rule": rule, "bytes": fmean(sizes), "requests": at_once, "p80": p80})
     return found
 
 
@@ -58,7 +62,7 @@ def decoding(requests: Sequence[Request], clock: Clock, room: float, beams: int)
 
     def size(answer: float, copies: int) -> float:
         """Bytes of a mean request with so many copies of its answer."""
-        whole = kv_bytes(clock.shape, clock.kv_cache, prompt + answer)
+        whole = request_bytes(clock.shape, clock.kv_cache, prompt + answer)
         return whole + (copies - 1) * (whole - kv_bytes(clock.shape, clock.kv_cache, prompt))
 
     one, many = (max(1, min(MOST_AT_ONCE, int(room / size(mean, copies)))) for copies in (1, beams))

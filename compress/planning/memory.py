@@ -160,6 +160,11 @@ def kv_bytes(shape: Shape, kind: str, tokens: float) -> float:
     return tokens * shape.kv_per_token[kind] + bounded
 
 
+def request_bytes(shape: Shape, kind: str, tokens: float) -> float:
+    """What one more request of `tokens` takes: its KV cache, and the logits of its next token."""
+    return kv_bytes(shape, kind, tokens) + shape.vocabulary * LOGIT
+
+
 def token_bytes(hidden: int, intermediate: int) -> int:
     """Of one token in the widest moment of a prefill, in 16 bit: the residual and the MLP's input,
     and gate, up and their product.
@@ -185,8 +190,7 @@ def needed(
 def largest_batch(shape: Shape, weights: Weights, kind: str, tokens: int, memory: int) -> int:
     """Requests of `tokens` each that fit into `memory` bytes, overhead taken off; 0 where none."""
     room = (1 - OVERHEAD) * memory - sum(needed(shape, weights, kind, 0, tokens).values())
-    each = kv_bytes(shape, kind, tokens) + shape.vocabulary * LOGIT
-    return max(0, math.floor(room / each))
+    return max(0, math.floor(room / request_bytes(shape, kind, tokens)))
 
 
 def largest_length(shape: Shape, weights: Weights, kind: str, batch: int, memory: int) -> int:
@@ -200,5 +204,5 @@ def largest_length(shape: Shape, weights: Weights, kind: str, batch: int, memory
 
 
 def cache_room(shape: Shape, weights: Weights, memory: int, longest: int) -> float:
-    """Bytes left for KV caches where prompts up to `longest` tokens are prefilled one at a time."""
+    """Bytes left for requests where prompts up to `longest` tokens are prefilled one at a time."""
     return (1 - OVERHEAD) * memory - sum(needed(shape, weights, "16", 0, longest).values())

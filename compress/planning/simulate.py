@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from compress.planning.devices import LINK_BYTES_PER_S
-from compress.planning.memory import kv_bytes
+from compress.planning.memory import kv_bytes, request_bytes
 from compress.planning.requests import Request, percentiles
 from compress.planning.timing import Clock
 
@@ -54,7 +54,7 @@ def static(requests: Sequence[Request], clock: Clock, slots: int) -> list[Served
 def continuous(
     requests: Sequence[Request], clock: Clock, room: float, *, prefills: bool = True
 ) -> list[Served]:
-    """Requests join the batch as soon as their KV caches fit into `room` bytes, and leave it when
+    """Requests join the batch as soon as they fit into `room` bytes, and leave it when
     they end.
 
     Who joins is prefilled in one forward, for which all others wait. A cache has room for its whole
@@ -131,7 +131,7 @@ class _Batch:
             self.context -= request.total - 1
 
     def _size(self, request: Request) -> float:
-        return kv_bytes(self.clock.shape, self.clock.kv_cache, request.total)
+        return request_bytes(self.clock.shape, self.clock.kv_cache, request.total)
 
 
 def split(requests: Sequence[Request], clock: Clock, room: float) -> list[Served]:

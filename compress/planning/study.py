@@ -93,7 +93,7 @@ def study(question: Question) -> dict[str, Any]:
         "base": base.scheme,
         "requests": lengths.summarized(asked),
         "longest": longest,
-        "reservations": lengths.reservations(question.requests, clock, room),
+        "reservations": lengths.reservations(question.requests, clock, memory),
         "decoding": lengths.decoding(question.requests, clock, room, question.beams),
         "batching": _batching(question, clock, room, longest),
         "long_context": long_context(asked, clock, question.window, memory),

@@ -173,8 +173,8 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     yield from table(scheme_head(plan), scheme_rows(plan))
     yield from left_out(plan)
     yield ""
-    yield from table([f"{plan['requests']['count']} requests, {LENGTH_HEAD[0]}", *LENGTH_HEAD[1:]],
-                     length_rows(plan))  # fmt: skip
+    asked = words.several(plan["requests"]["count"], "request")
+    yield from table([f"{asked}, {LENGTH_HEAD[0]}", *LENGTH_HEAD[1:]], length_rows(plan))
     yield ""
     yield f"Beside the weights in {plan['base']}:"
     yield from table(RESERVATION_HEAD, reservation_rows(plan))
@@ -186,7 +186,9 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     if plan["long_context"]["over"]:
         yield ""
         over, window = plan["long_context"]["over"], plan["long_context"]["window"]
-        yield f"Each of the {words.count(over)} over {words.count(window)} tokens, in the mean:"
+        which = "The one" if over == 1 else f"Each of the {words.count(over)}"
+        mean = "" if over == 1 else ", in the mean"
+        yield f"{which} over {words.count(window)} tokens{mean}:"
         yield from table(CONTEXT_HEAD, context_rows(plan))
     yield ""
     yield "Advice, in order:"

@@ -24,6 +24,7 @@ from compress.planning.memory import (
 )
 from compress.planning.requests import Request, read_requests
 from compress.planning.shape import Shape, read_model, shape_of
+from compress.planning.study import Question, study
 from compress.planning.timing import Clock
 from compress.qtensor import QuantSpec
 
@@ -265,7 +266,8 @@ def test_static_batching_waits_for_the_longest(small: Shape) -> None:
 
 def test_continuous_batching_takes_in_who_fits(small: Shape) -> None:
     clock = second_a_forward(small)
-    room = kv_bytes(small, "16", 13 + 15)  # the third fits in when the second has left
+    # Two at once, with a thousand logits each; the third fits in when the second has left.
+    room = kv_bytes(small, "16", 13 + 15) + 2 * 4 * 1000
     found = times(simulate.continuous(THREE, clock, room))
     # The second leaves with its first token; the third's prefill holds the first one up.
     assert found == {3: (1, 4), 1: (1, 1), 5: (2, 6)}
@@ -297,25 +299,41 @@ def test_outcome_counts_from_arrival(small: Shape) -> None:
 def test_reservations_by_hand(small: Shape) -> None:
     requests = [Request(60, 40)] * 8 + [Request(900, 100)] * 2
     token = small.kv_per_token["16"]
-    clock = second_a_forward(small)
-    found = {r["rule"]: r for r in lengths.reservations(requests, clock, 10_000 * token)}
+    clock, memory = second_a_forward(small), 30_000_000
+    found = {r["rule"]: r for r in lengths.reservations(requests, clock, memory)}
     assert found["p80"]["p80"] == 100
     assert found["max"]["bytes"] == 1000 * token
     assert found["p80"]["bytes"] == pytest.approx((0.8 * 100 + 0.2 * 1000) * token)
     assert found["paged"]["bytes"] == pytest.approx((0.8 * 112 + 0.2 * 1008) * token)
-    assert found["window"]["requests"] == 10_000 // 2048
-    assert found["max"]["requests"] == 10
+    # Beside the weights and a prefill of the longest that may come; 4 bytes for each logit.
+    left = 0.95 * memory - clock.weights.total
+    assert found["window"]["requests"] == int((left - 2048 * 4096) / (2048 * token + 4000)) == 3
+    assert found["max"]["requests"] == int((left - 1000 * 4096) / (1000 * token + 4000)) == 9
+    each = (0.8 * 112 + 0.2 * 1008) * token + 4000
+    assert found["paged"]["requests"] == int((left - 1000 * 4096) / each) == 31
+
+
+def test_what_fits_is_said_alike_by_every_part_of_a_plan(small: Shape) -> None:
+    asked = [Request(512, 128)] * 8
+    plan = study(Question(small, small, GPUS["a10g"], 24 * 10**9, asked, window=2048))
+    at_once = {row["rule"]: row["requests"] for row in plan["reservations"]}
+    room = 0.95 * 24e9 - plan["schemes"][0]["weights"]
+    batch = plan["schemes"][0]["largest_batch"]["16"]
+    assert batch == int((room - 640 * 4096) / (640 * 2048 + 4000)) == 17335
+    assert at_once["max"] == at_once["p80"] == at_once["paged"] == batch
+    assert at_once["window"] == plan["long_context"]["windows"][0]["at_once"] == 5427
 
 
 def test_decoding_settings_by_hand(small: Shape) -> None:
     requests = [Request(50, 50)] * 19 + [Request(50, 250)]
     token = small.kv_per_token["16"]
-    found = lengths.decoding(requests, second_a_forward(small), 1100 * token, beams=4)
+    room = 1100 * token + 10 * 4 * 1000
+    found = lengths.decoding(requests, second_a_forward(small), room, beams=4)
     assert found["without_stop"] == pytest.approx(250 / 60)
     assert found["cap"] == 50
     assert found["cut_share"] == 0.05
     assert found["cap_saves_tokens"] == pytest.approx(200 / 1200)
-    assert found["cap_reserves"] == pytest.approx(100 / 300)
+    assert found["cap_reserves"] == pytest.approx((100 * token + 4000) / (300 * token + 4000))
     # Of 1100 tokens one request takes 50 + 60, in four beams 50 + 4 * 60.
     assert found["beam_requests"] == {"1": 10, "4": 3}
     assert found["beam_tokens_per_s"] == {"1": 10, "4": 3}

@@ -88,3 +88,49 @@ def test_on_equal_lengths_static_batching_is_not_talked_down() -> None:
     equal = [Request(100, 50)] * 8
     plan = study(Question(shape, shape, GPUS["a10g"], 10**9, equal, window=2048))
     assert said(plan, "batching").startswith("Static batching does as well on these lengths: ")
+
+
+def test_pages_are_advised_where_they_hold_more(plan: dict[str, Any]) -> None:
+    found = {row["rule"]: row["requests"] for row in plan["reservations"]}
+    assert found["paged"] > found["p80"] > found["max"]
+    text = said(plan, "cache")
+    assert text.startswith(
+        f"Allocate the KV cache in pages: {found['paged']} requests at once; with room for the "
+        f"longest in each, {found['max']}. Without pages, allocate for "
+    )
+    assert f" saved, {found['p80']} requests." in text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "figures"),
+    [
+        (1000, 1, "2.06 MB, 454 at once; with room for the longest 2.05 MB, 457 at once"),
+        (512, 128, "1.31 MB, 716 at once; with room for the longest 1.31 MB, 716 at once"),
+    ],
+)
+def test_on_equal_lengths_nothing_is_advised_that_changes_nothing(
+    prompt: int, new: int, figures: str
+) -> None:
+    shape = shape_of(AutoConfig.for_model(**SMALL), "small")
+    equal = [Request(prompt, new)] * 8
+    plan = study(Question(shape, shape, GPUS["a10g"], 10**9, equal, window=8192))
+    assert said(plan, "cache").startswith(
+        f"Pages of 16 tokens do not pay on these lengths: with them a request takes {figures}. "
+        "K and V in 8 bit: "
+    )
+    assert said(plan, "decoding").startswith("4 beams leave")
+    assert said(plan, "distillation") == ""  # the student has as many blocks
+
+
+def test_a_cache_that_holds_no_more_in_8_bit_is_not_advised(plan: dict[str, Any]) -> None:
+    rows = [{**row, "largest_batch": {"16": 1, "v8": 1, "kv8": 1}} for row in plan["schemes"]]
+    assert "in 8 bit" not in said({**plan, "schemes": rows}, "cache")
+
+
+def test_quantization_is_not_called_faster_where_16_bit_is(plan: dict[str, Any]) -> None:
+    first, *rest = plan["schemes"]
+    rows = [first, *({**row, "tpot_s": {"1": 99.0}, "continuous": first["continuous"]}
+                     for row in rest)]  # fmt: skip
+    assert said({**plan, "schemes": rows}, "quantization").startswith(
+        "Not needed, neither for throughput nor for the time of a token: 16 bit 13.5 GB"
+    )
