@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,6 +21,16 @@ from compress.stage import Run
 from compress.support import refuse_unsupported
 from compress.tensors import TensorFiles
 
+SIZES = {
+    "hidden_size": 100_000,
+    "intermediate_size": 1_000_000,
+    "num_hidden_layers": 1_000,
+    "num_attention_heads": 10_000,
+    "num_key_value_heads": 10_000,
+    "vocab_size": 10_000_000,
+    "max_position_embeddings": 1_000_000_000,
+}
+"""What a configuration has at most, by its own names: beyond what any model has."""
 SAMPLE = 1 << 20  # bytes of each end and of each 64th part that a large file's fingerprint reads
 
 
@@ -35,7 +45,10 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
+    except (
+        *(OSError, ValueError, KeyError, ImportError),
+        *(ZeroDivisionError, StrictDataclassError),
+    ) as error:
         if not trust_remote_code and "AutoConfig" in _auto_map(folder):
             raise UserError(needs_code) from error
         raise UserError(
@@ -53,7 +66,32 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
             f"{file}: {config.model_type} has no max_position_embeddings; wanted a model with "
             "rotary positions such as Llama, Mistral or Qwen"
         )
+    refuse_sizes(config, describe(folder), str(file))
     return config
+
+
+def refuse_sizes(config: PretrainedConfig, fields: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for sizes that no model has, and where the `fields` of config.json give none:
+    transformers would take those of a model of its own.
+    """
+    text = config.get_text_config()
+    names = {name: text.attribute_map.get(name, name) for name in SIZES}
+    inner = [value for value in fields.values() if isinstance(value, Mapping)]
+    given = {name for part in (fields, *inner) for name in part}
+    wanted = {name for size in ("hidden_size", "num_hidden_layers") for name in (size, names[size])}
+    if not wanted & given:
+        raise UserError(
+            f"{where}: model_type is {config.model_type}, no sizes are given; wanted the "
+            f"config.json of a model, with {names['num_hidden_layers']}, {names['hidden_size']} "
+            "and the like"
+        )
+    problems = [
+        f"{names[name]} is {value}; wanted 1 to {most:,}"
+        for name, most in SIZES.items()
+        if isinstance(value := getattr(text, name, None), int) and not 1 <= value <= most
+    ]
+    if problems:
+        raise UserError(f"{where}: {'; '.join(problems)}")
 
 
 def configuration(model: Model, folder: Path | None) -> PretrainedConfig:

@@ -22,6 +22,10 @@ UNIFORM_COUNT = 64
 PERCENTILES = (50, 80, 95, 99)
 MOST = 10_000_000
 """Tokens of a prompt or an answer: what a plan goes through part by part takes seconds."""
+LATEST = 10_000_000_000
+"""Seconds of an arrival: a clock of Unix is below it, and told from one in milliseconds; beyond,
+the step of a decoder is no longer told in float64.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,16 @@ def read_requests(source: str, rate: float | None = None, seed: int = 0) -> list
 
 def _lines(source: str) -> list[tuple[str, Any]]:
     file = Path(source).expanduser()
-    if not file.is_file():
+    try:
+        content = file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: no path
+        why: dict[type, str] = {FileNotFoundError: "no such file", IsADirectoryError: "a folder"}
         raise UserError(
-            f"requests={source}: no such file; wanted a JSONL of lines such as "
+            f"requests={source}: {why.get(type(error), error)}; wanted a JSONL of lines such as "
             '{"prompt": 812, "new": 95}, or PROMPTxNEW such as 512x128'
-        )
+        ) from error
     found = []
-    for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         try:
             if text := line.decode("utf-8").strip():
                 found.append((f"{source}:{number}", json.loads(text)))
@@ -91,8 +98,10 @@ def _request(where: str, fields: Any) -> Request:
             raise UserError(f'{where}: "{name}" is {value!r}; wanted tokens, 1 to {MOST:,}')
         counts.append(value)
     at = fields.get("at", 0)
-    if not isinstance(at, int | float) or isinstance(at, bool) or not at >= 0:
-        raise UserError(f'{where}: "at" is {at!r}; wanted seconds from the start')
+    if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at <= LATEST:
+        raise UserError(
+            f'{where}: "at" is {at!r}; wanted seconds, 0 to {LATEST:,}, not milliseconds or less'
+        )
     prompt, new = counts
     return Request(prompt, new, float(at))
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, DynamicCache, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from compress.blocks.structure import head_names
 from compress.errors import UserError
 from compress.model import find_blocks, skeleton, storage_dtype, tied_names
 from compress.runtime.cache import KV_CACHES, bytes_per_token
-from compress.source import read_config, reason_of
+from compress.source import read_config, reason_of, refuse_sizes
 from compress.support import refuse_unsupported
 
 
@@ -65,12 +65,17 @@ def read_model(path: str) -> PretrainedConfig:
         fields = json.loads(place.read_text(encoding="utf-8"))
         if not isinstance(fields, dict) or "model_type" not in fields:
             raise ValueError("no model_type in it")
+        if fields["model_type"] not in tuple(CONFIG_MAPPING):
+            raise ValueError(
+                f"model_type is {fields['model_type']!r}; wanted one such as llama or qwen2"
+            )
         config = AutoConfig.for_model(**fields)
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except (OSError, ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
         raise UserError(
             f"model={path}: not a config.json that transformers knows ({reason_of(error)})"
         ) from error
     refuse_unsupported(config)
+    refuse_sizes(config, fields, f"model={path}")
     return config
 
 

@@ -144,6 +144,25 @@ def test_a_mistake_ends_with_one_line_and_status_2(
         (SMALL | {"hidden_size": "big"}, "hidden_size"),
         ({"hidden_size": 256}, "no model_type"),
         ([], "no model_type"),
+        (
+            SMALL | {"model_type": "abacus"},
+            r"\(model_type is 'abacus'; wanted one such as llama or qwen2\)$",
+        ),
+        (SMALL | {"model_type": ["llama"]}, r"\(model_type is \['llama'\]; wanted one such as"),
+        (SMALL | {"num_hidden_layers": 0}, "json: num_hidden_layers is 0; wanted 1 to 1,000$"),
+        (
+            SMALL | {"vocab_size": 10**12, "hidden_size": 0},
+            "json: hidden_size is 0; wanted 1 to 100,000; vocab_size is 1000000000000; wanted 1 to "
+            "10,000,000$",
+        ),
+        (
+            {"model_type": "llama"},
+            "json: model_type is llama, no sizes are given; wanted the config.json of a model, "
+            "with num_hidden_layers, hidden_size and the like$",
+        ),
+        ({"model_type": "gpt2"}, "with n_layer, n_embd and the like$"),
+        ({"model_type": "gpt2", "n_layer": 0}, "json: n_layer is 0; wanted 1 to 1,000$"),
+        (SMALL | {"num_attention_heads": 0}, "not a config.json that transformers knows"),
     ],
 )
 def test_a_config_that_is_none_is_told_by_what_is_wrong(

@@ -363,6 +363,14 @@ def test_requests_are_read_with_their_times(tmp_path: Path) -> None:
         ),
         ('{"user": "J\xf6rg"}', "lengths.jsonl:2: not UTF-8"),
         ('{"prompt": 3, "new": 1, "at": -1}', 'lengths.jsonl:2: "at" is -1'),
+        (
+            '{"prompt": 3, "new": 1, "at": 1e300}',
+            'lengths.jsonl:2: "at" is 1e+300; wanted seconds, 0 to 10,000,000,000, not '
+            "milliseconds or less",
+        ),
+        ('{"prompt": 3, "new": 1, "at": 1796000000000}', '"at" is 1796000000000; wanted seconds'),
+        ('{"prompt": 3, "new": 1, "at": Infinity}', 'lengths.jsonl:2: "at" is inf; wanted seconds'),
+        ('{"prompt": 3, "new": 1, "at": NaN}', 'lengths.jsonl:2: "at" is nan; wanted seconds'),
     ],
 )
 def test_a_wrong_request_is_named_by_its_line(tmp_path: Path, line: str, said: str) -> None:
@@ -371,6 +379,22 @@ def test_a_wrong_request_is_named_by_its_line(tmp_path: Path, line: str, said: s
     with pytest.raises(UserError) as raised:
         read_requests(str(file))
     assert said in str(raised.value)
+
+
+def test_requests_at_the_times_of_a_clock_are_planned_for(small: Shape, tmp_path: Path) -> None:
+    file = tmp_path / "lengths.jsonl"
+    times = (1_796_000_000, 1_796_000_000.5, 10_000_000_000)
+    file.write_text("\n".join(f'{{"prompt": 10, "new": 2, "at": {at}}}' for at in times))
+    clock = second_a_forward(small)
+    found = simulate.outcome(simulate.continuous(read_requests(str(file)), clock, 10**9))
+    assert found["ttft_s"]["max"] == 1.5  # the second came while the first was prefilled
+    assert found["seconds"] == 10_000_000_000 - 1_796_000_000 + 2
+
+
+@pytest.mark.parametrize(("name", "why"), [("absent", "no such file"), ("", "a folder")])
+def test_requests_that_cannot_be_read_are_told_by_why(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(UserError, match=rf"^requests={tmp_path}/{name}: {why}; wanted a JSONL"):
+        read_requests(f"{tmp_path}/{name}")
 
 
 def test_a_config_file_is_enough_and_what_is_none_is_said(tmp_path: Path) -> None:

@@ -59,3 +59,23 @@ def test_a_known_architecture_needs_no_code_of_its_folder(tiny_model: Path, tmp_
     config["auto_map"] = {"AutoModelForCausalLM": "modeling.Absent"}
     (model / "config.json").write_text(json.dumps(config))
     assert source.read_config(model, False).model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; wanted 1 to 1,000"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000; wanted 1 to 10,000,000"),
+        ({"num_attention_heads": 0}, "not a model that transformers knows"),
+        (None, "model_type is llama, no sizes are given; wanted the config.json of a model"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(
+    tiny_model: Path, tmp_path: Path, fields: dict[str, int] | None, said: str
+) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    config = {"model_type": "llama"} if fields is None else config | fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"^{tmp_path}/config.json: {said}") as refused:
+        source.read_config(tmp_path, False)
+    assert "\n" not in str(refused.value)
