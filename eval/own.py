@@ -1,17 +1,21 @@
 """A task of the user's own: a few lines of YAML beside a JSONL file of questions."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from compress.errors import UserError
-from compress.eval.items import records
+from compress.eval.items import PLACE, records
 from compress.eval.tasks import KINDS, TASKS, Task
 
 PROMPTS = {"perplexity": "{text}", "retrieval": "{text}\n\n{question}"}
 """Prompts that a kind has where the file gives none."""
+
+PART = re.compile(r"\{[^\W\d]\w*[.\[][^{}]*\}")
+"""A part of a field, as in Python's own formats, which would stand in the prompt as it is."""
 
 MEASURES = ("fidelity", "blocks")
 """What both models are judged by beside tasks."""
@@ -59,6 +63,11 @@ def read(file: Path) -> Task:
     """
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: no such file") from error
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{file}{line}: cannot be read as YAML: {error.problem}") from error
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: of dates, and not UTF-8
         said = " ".join(str(error).split())
         raise UserError(f"{file}: cannot be read as YAML: {said}") from error
@@ -118,10 +127,24 @@ def _problems(found: Any) -> list[str]:
         for key, (wanted, is_right) in VALUES.items()
         if key in found and not is_right(found[key])
     ]
+    if _is_prompt(found.get("prompt")):
+        texts = found["prompt"].values() if isinstance(found["prompt"], dict) else [found["prompt"]]
+        problems += [problem for text in texts for problem in _prompt_problems(kind, text)]
     if "metrics" in found and not _is_list(found["metrics"], lambda name: name in KINDS[kind]):
         known = ", ".join(KINDS[kind])
         problems.append(f"metrics is {found['metrics']!r}; wanted a list of, for {kind}, {known}")
     return problems
+
+
+def _prompt_problems(kind: str, prompt: str) -> Iterator[str]:
+    """What is wrong with a prompt. An empty one asks for the likelihood of choices alone."""
+    if part := PART.search(prompt):
+        yield f"prompt has {part[0]}; wanted a field of a line alone, such as {{text}}"
+    elif not PLACE.search(prompt) and (prompt or kind not in ("choice", "cloze")):
+        yield (
+            f"prompt is {prompt!r}, the same for every line; wanted fields of a line in it, such "
+            "as {text}"
+        )
 
 
 def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:

@@ -156,7 +156,7 @@ def test_wrong_data_is_told_by_file_line_and_reason(tmp_path: Path, record: Any,
     ],
 )
 def test_each_kind_checks_what_it_needs(tmp_path: Path, kind: str, record: Any, said: str) -> None:
-    file = written(tmp_path, f"kind: {kind}\nprompt: 'Well?'\n", record)
+    file = written(tmp_path, f"kind: {kind}\nprompt: '{{place}}'\n", {"place": "Well?", **record})
     with pytest.raises(UserError, match=r"mine\.jsonl:1: ") as error:
         read(file)
     assert said in str(error.value)
@@ -184,7 +184,28 @@ def test_each_kind_checks_what_it_needs(tmp_path: Path, kind: str, record: Any, 
         ("kind: retrieval\nhaystack: x\nlengths: []", "lengths is []; wanted a list of numbers"),
         ("kind: retrieval\nhaystack: x\ndepths: [50]", "depths is [50]; wanted a list of numbers"),
         ("kind: retrieval\nhaystack: x\nlengths: 9", "lengths is 9; wanted a list of numbers"),
-        ("kind: generation\nprompt: [", "cannot be read as YAML"),
+        (
+            "kind: generation\nprompt: [",
+            "mine.yaml:3: cannot be read as YAML: expected the node content, but found '<stream",
+        ),
+        (
+            "prompt: Who: who?",
+            "mine.yaml:2: cannot be read as YAML: mapping values are not allowed",
+        ),
+        ("prompt: \0", "mine.yaml: cannot be read as YAML: unacceptable character #x0000: special"),
+        (
+            "kind: generation\nprompt: Why?",
+            "mine.yaml: prompt is 'Why?', the same for every line; wanted fields of a line in it, "
+            "such as {text}",
+        ),
+        ("kind: generation\nprompt: ''", "prompt is '', the same for every line"),
+        ("kind: generation\nprompt: '{\"a\": 1}'", "1}', the same for every line"),
+        ("kind: cloze\nprompt: {en: '{text}', zh: x}", "prompt is 'x', the same for every line"),
+        (
+            "kind: generation\nprompt: '{text} {text.__class__}'",
+            "prompt has {text.__class__}; wanted a field of a line alone, such as {text}",
+        ),
+        ("kind: generation\nprompt: '{text[0]}'", "prompt has {text[0]}; wanted a field"),
         ("kind: retrieval\nhaystack: no.txt", "no.txt: cannot be read as text"),
         ("kind: retrieval\nhaystack: blank.txt", "blank.txt is empty; wanted a text"),
     ],
@@ -192,7 +213,7 @@ def test_each_kind_checks_what_it_needs(tmp_path: Path, kind: str, record: Any, 
 def test_a_wrong_description_is_told_by_its_key(tmp_path: Path, yaml: str, said: str) -> None:
     (tmp_path / "blank.txt").write_text(" \n")
     file = written(tmp_path, yaml, {"text": "a"})
-    with pytest.raises(UserError, match=r"mine\.yaml: ") as error:
+    with pytest.raises(UserError, match=rf"^{tmp_path}/mine\.yaml(:\d)?: ") as error:
         read(file)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
@@ -211,13 +232,19 @@ def test_a_prompt_in_block_style_ends_with_its_last_line(tmp_path: Path) -> None
     assert items(read(file))[0].prompt == "Well?\n\nAnswer:"
 
 
+def test_braces_that_name_no_field_stay_in_a_prompt(tmp_path: Path) -> None:
+    yaml = """kind: generation\nprompt: '{text} Answer as {"name": …}, not {3.5}.'\n"""
+    file = written(tmp_path, yaml, {"text": "Who?", "references": "Ann"})
+    assert items(read(file))[0].prompt == 'Who? Answer as {"name": …}, not {3.5}.'
+
+
 def test_a_task_that_is_named_twice_is_refused() -> None:
     with pytest.raises(UserError, match=r"score\.tasks names cloze twice; wanted each once"):
         named(["cloze", "knowledge", "cloze"])
 
 
 def test_files_that_are_missing_or_have_a_taken_name_are_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.yaml: cannot be read"):
+    with pytest.raises(UserError, match=r"^none\.yaml: no such file$"):
         named(["none.yaml"])
     file = written(tmp_path, "kind: perplexity\n", {"text": "a"}, name="knowledge")
     with pytest.raises(UserError, match="has a name that is taken, knowledge"):
