@@ -16,7 +16,7 @@ from compress.log import logger
 from compress.model import linear_shapes, skeleton, storage_dtype, tensor_counts
 from compress.planning.memory import LOGIT, OVERHEAD, by_part, part_of, token_bytes
 from compress.planning.shape import widths
-from compress.planning.training import Step, Student, training_bytes
+from compress.planning.training import PROCESS, Step, Student, training_bytes
 from compress.preflight import preflight
 from compress.qtensor import QuantSpec
 from compress.report import words
@@ -40,15 +40,17 @@ class Plan:
     """Weights, KV cache and activations against the memory there is.
 
     memory: of the card, such as 24GB or 80GiB; null: nothing is refused. batch: requests served
-    at the same time. tokens: prompt and answer together, of each. The KV cache is counted as
-    serve.kv_cache has it.
+    at the same time. tokens: prompt and answer together, of each; at most the window that the model
+    will have. The KV cache is counted as serve.kv_cache has it.
     """
 
     name: ClassVar[str] = "plan"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = None
-    shares: ClassVar[tuple[str, ...]] = ("model", "engine", "scheme", "kv_cache", "distill")
+    shares: ClassVar[tuple[str, ...]] = (
+        *("model", "engine", "device", "scheme", "kv_cache", "distill", "extend"),
+    )
 
     memory: str | None = None
     batch: int = 1
@@ -93,6 +95,14 @@ class Plan:
         if "shrink" in run.config.stages:
             notes.insert(0, _of_the_student(sum(sizes.values()), whole))
         notes += odd
+        window = _window(config, run)
+        tokens = min(self.tokens, window)
+        lengths = sorted({tokens, *(n for n in (1024, 4096) if n <= window)})
+        if tokens < self.tokens:
+            notes.append(
+                f"requests are counted with the {tokens} tokens of the model's window, not the "
+                f"{self.tokens} of plan.tokens"
+            )
         if kv_cache != "16" and run.config.engine != "native":
             notes.append(OWN_CACHE)
         for note in notes:
@@ -107,7 +117,7 @@ class Plan:
 
         by_kind = {kind: bytes_per_token(kind, config) for kind in KV_CACHES}
         per_token = by_kind[kv_cache]
-        memory = self._memory(config, after["total"], per_token)
+        memory = self._memory(config, after["total"], per_token, tokens, run.config.device)
         self._say(before, after, parameters, by_kind, memory)
         training = None
         if "distill" in run.config.stages and run.config.budget is None:
@@ -130,7 +140,7 @@ class Plan:
                 "table": [
                     {"batch": batch, "tokens": tokens, "bytes": batch * tokens * per_token}
                     for batch in sorted({*BATCHES, self.batch})
-                    for tokens in sorted({1024, 4096, self.tokens})
+                    for tokens in lengths
                 ],
             },
             "memory": memory,
@@ -141,15 +151,22 @@ class Plan:
             "dtype": str(dtype).removeprefix("torch."),
         }
 
-    def _memory(self, config: PretrainedConfig, weights: int, per_token: int) -> dict[str, Any]:
+    def _memory(
+        self, config: PretrainedConfig, weights: int, per_token: int, tokens: int, device: str
+    ) -> dict[str, Any]:
+        """Bytes of serving by what they are for. On a CPU Python and its libraries are of the
+        overhead.
+        """
         given = None if self.memory is None else parse_size(self.memory)
         hidden, intermediate, vocabulary = widths(config)
         parts = {
             "weights": weights,
-            "kv_cache": self.batch * self.tokens * per_token,
-            "activations": self.tokens * token_bytes(hidden, intermediate)
+            "kv_cache": self.batch * tokens * per_token,
+            "activations": tokens * token_bytes(hidden, intermediate)
             + self.batch * vocabulary * LOGIT,
-            "overhead": 0 if given is None else int(OVERHEAD * given),
+            "overhead": max(
+                PROCESS if device == "cpu" else 0, 0 if given is None else int(OVERHEAD * given)
+            ),
         }
         total = sum(parts.values())
         return {
@@ -158,7 +175,7 @@ class Plan:
             "total": total,
             "fits": None if given is None else total <= given,
             "batch": self.batch,
-            "tokens": self.tokens,
+            "tokens": tokens,
         }
 
     def _say(
@@ -172,7 +189,7 @@ class Plan:
         logger.info(
             f"  weights {said_size(before['total'])} to {said_size(after['total'])} "
             f"({8 * after['total'] / parameters:.2f} bits a weight): "
-            f"{said_size(memory['total'])} for {self.batch} x {self.tokens} tokens"
+            f"{said_size(memory['total'])} for {memory['batch']} x {memory['tokens']} tokens"
         )
         sizes = ", ".join(f"{kind} {size / 1e3:.1f} kB" for kind, size in by_kind.items())
         logger.info(f"  KV cache a token, by serve.kv_cache: {sizes}")
@@ -240,6 +257,12 @@ def _training(run: Run, student: Student) -> dict[str, dict[str, int]]:
     sizes = ", ".join(f"{way} {said_size(parts['total'])}" for way, parts in found.items())
     logger.info(f"  distill in one process, by what learns (train={settings.train}): {sizes}")
     return found
+
+
+def _window(config: PretrainedConfig, run: Run) -> int:
+    """The tokens that the model will hold, once it is extended where the run extends it."""
+    factor = run.config.extend.factor if "extend" in run.config.stages else 1
+    return round(factor * config.get_text_config().max_position_embeddings)
 
 
 def _left_out(folder: Path, empty: PreTrainedModel) -> list[str]:
