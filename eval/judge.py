@@ -25,6 +25,7 @@ from compress.eval.layers import Blocks
 from compress.eval.tasks import Task
 from compress.log import logger
 from compress.machine import hardware, packages
+from compress.report.tasks import unasked as said
 from compress.runtime.loader import load
 
 SHOWN = 24  # tokens of the text before a disagreement
@@ -58,10 +59,7 @@ def questions(
         fit = fitting(task, every, tokenizer, context)
         if len(fit) < len(every):
             unasked.append(Unasked(task.name, len(fit), len(every), context))
-            logger.info(
-                f"  {task.name}: {len(every) - len(fit)} of {len(every)} items left out, since "
-                f"they do not fit the model's context of {context} tokens"
-            )
+            logger.info(f"  {said(asdict(unasked[-1]))}")
         if fit:
             found.append((task, fit))
     return found, unasked

@@ -26,6 +26,7 @@ from compress.machine import hardware, high_water
 from compress.planning.devices import CPU, Curve, Device
 from compress.planning.shape import Shape
 from compress.qtensor import QuantSpec
+from compress.report.words import several
 from compress.runtime import attention
 
 HALF = torch.bfloat16
@@ -109,7 +110,7 @@ class Probe:
             block_s=block_s,
             forward_s=max(0.0, seconds["blocks", FEW] - FEW * block_s),
             call_s={kind: max(0.0, call - calls["16"]) for kind, call in calls.items()},
-            source=f"measured on {found['cpu']}, {found['torch_threads']} threads",
+            source=f"measured on {found['cpu']}, {several(found['torch_threads'], 'thread')}",
         )
 
     def _curve(self, kind: str) -> Curve:

@@ -47,6 +47,7 @@ def figures(run: Run, terms: Terms = UNKNOWN, load: Sequence[str] = ()) -> dict[
         "seed": config.seed,
         "bytes": _bytes(plan, export),
         "bits_per_weight": _bits(plan, export),
+        "bits_per_weight_before": _bits_before(plan, given),
         "fidelity": score["fidelity"] if score else None,
         "tasks": [tasks.told(row) for row in score["tasks"]] if score else [],
         "unasked": score.get("unasked", []) if score else [],
@@ -135,6 +136,13 @@ def _bits(plan: Mapping[str, Any] | None, export: Mapping[str, Any] | None) -> f
     if export and export["bits_per_weight"] is not None:
         return export["bits_per_weight"]
     return plan["bits_per_weight"]["after"] if plan else None
+
+
+def _bits_before(plan: Mapping[str, Any] | None, given: Mapping[str, Any]) -> float | None:
+    """Of the original, as planned; where a checkpoint is judged, as the files have it."""
+    if plan:
+        return plan["bits_per_weight"]["before"]
+    return 8 * given["bytes"]["before"] / given["parameters"] if given else None
 
 
 def _stage(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:

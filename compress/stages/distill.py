@@ -14,6 +14,7 @@ from compress.artifact import Artifact, once
 from compress.errors import ConfigError, UserError
 from compress.eval.own import named
 from compress.log import logger
+from compress.report.words import several
 from compress.source import describe
 from compress.stage import Run
 from compress.stages.calibrate import WINDOWS
@@ -205,8 +206,8 @@ class Distill:
         file = run.work / "original.json"
         original = once(file, lambda: scores(asked, run.original, run))
         for one in asked:
-            name, count = one.task.name, len(one.items)
-            logger.info(f"  {name}: {count} items, the original's score {original[name]:.1f}")
+            name, items = one.task.name, several(len(one.items), "item")
+            logger.info(f"  {name}: {items}, the original's score {original[name]:.1f}")
         judging = {task.name for task in named(run.config.score.tasks)}
         both = [one.task.name for one in asked if one.task.name in judging]
         if both and "score" in run.config.stages:

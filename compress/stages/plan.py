@@ -215,7 +215,7 @@ def _mixed(
     stored = {n: int(each * math.prod(shapes[n])) for group in groups for n in group.names}
     note = (
         f"mixed precision by the stage allocate: {8 * each:.2f} bits a weight in the mean of "
-        f"{len(stored)} linears"
+        f"{words.several(len(stored), 'linear')}"
     )
     return stored, [note, *offer.notes]
 

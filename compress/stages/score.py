@@ -143,9 +143,10 @@ class Score:
         found = windows(text, tokenizer, self.windows, length)
         if tuple(found.shape) != (self.windows, self.window_tokens):
             shorter = "model's context" if length < self.window_tokens else "text"
+            taken = f"{several(len(found), 'window')} of {found.shape[1]} tokens"
             logger.info(
-                f"  held-out text: {len(found)} windows of {found.shape[1]} tokens instead of "
-                f"{self.windows} of {self.window_tokens}, since the {shorter} is shorter"
+                f"  held-out text: {taken} instead of {self.windows} of {self.window_tokens}, "
+                f"since the {shorter} is shorter"
             )
         return found
 

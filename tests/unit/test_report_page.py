@@ -11,6 +11,7 @@ import pytest
 from report_run import EVIL, STAGES, Tags, fixture
 from shown import unfounded
 
+from compress import judged
 from compress.report import words
 from compress.report.figures import figures
 from compress.report.ledger import Terms
@@ -106,6 +107,53 @@ def test_tasks_that_do_not_fit_the_window_are_told_with_the_tasks(
     for sentence in (NONE_FITS, SOME_FIT):
         assert sentence in shown
         assert f"\n{sentence}\n" in shown_text
+
+
+def test_a_score_without_tasks_or_answers_was_run_all_the_same(run: SimpleNamespace) -> None:
+    run.manifests["score"]["metrics"] |= {"tasks": [], "drift": []}
+    run.config.score.gate.tasks = {}
+    (run.work / "outputs.jsonl").write_text("")
+    markup = page(figures(run))
+    assert Tags(markup).open == []
+    assert "<code>score</code> was not run" not in markup
+    assert "No task was asked: <code>score.tasks</code> is empty." in markup
+    assert "None to show: the tasks that were asked have no answers, or" in markup
+
+
+def test_one_is_no_plural(run: SimpleNamespace) -> None:
+    score = run.manifests["score"]["metrics"]
+    score["fidelity"]["windows"] = 1
+    score["tasks"][0]["n"] = 1
+    for manifest in run.manifests.values():
+        manifest["hardware"] = manifest["hardware"] | {"cores": 1}
+    run.manifests["serve"]["metrics"]["after"]["requests"] = 1
+    run.manifests["distill"]["metrics"]["tasks"] = {"knowledge": {"items": 1, "original": 65.0}}
+    for point in run.manifests["distill"]["metrics"]["curve"]:
+        point |= {"tasks": {"knowledge": 65.0}, "falls": []}
+    found = figures(run)
+    shown = "".join(Tags(page(found)).words)
+    for said in ("Fixture CPU, 1 core\n", "On 1 window of", "1 request of", "knowledge, 1 item"):
+        assert said in shown, said
+    for text in (shown, short(found)):
+        assert not re.search(r"\b1 (cores|items|windows|requests|threads|tokens)\b", text)
+    assert "; Fixture CPU, 1 core, 25.0" in short(found)
+
+
+def test_a_checkpoint_that_is_judged_has_the_bits_of_its_original(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = fixture(tmp_path, "plan", "export")
+    run.config.checkpoint = "checkpoint"
+    run.artifacts |= {"dense": tmp_path, "checkpoint": tmp_path}
+    sizes = {"before": 4000, "after": 2250, "measured": True, "by_part": None}
+    given = {"scheme": "W8A8", "parameters": 2000, "bytes": sizes, "bits_per_weight": 9.0}
+    monkeypatch.setattr(judged, "facts", lambda *_: given)
+    found = figures(run)
+    assert found["bits_per_weight_before"] == 16
+    assert "| bits a weight | 16.0 | 9.00 |" in short(found)
+    shown = "".join(Tags(page(found)).words)
+    assert "Bits a weight over the whole model: 16.0 → 9.00." in shown
+    assert figures(fixture(tmp_path, "plan"))["bits_per_weight_before"] is None
 
 
 def test_text_of_a_model_is_shown_not_run(run: SimpleNamespace) -> None:

@@ -135,7 +135,7 @@ def test_scores_and_outputs_are_written(folders, text, tmp_path, loads):
     assert any(o["before"] != o["after"] for o in outputs)
 
 
-def test_items_that_do_not_fit_the_window_are_counted(folders, text, tmp_path):
+def test_items_that_do_not_fit_the_window_are_counted(folders, text, tmp_path, caplog):
     # Less two of the prompt and the answer; the third items are not taken, see the limit.
     lengths = {"long": [1022, 2000, 9], "mixed": [1021, 1022, 9]}
     for name, sizes in lengths.items():
@@ -147,8 +147,11 @@ def test_items_that_do_not_fit_the_window_are_counted(folders, text, tmp_path):
         )
     tasks = [str(tmp_path / f"{name}.yaml") for name in lengths]
     run = run_of(folders, tmp_path / "work")
-    scores = Score(text=text, **SETTINGS, tasks=tasks).run(run, tmp_path)
+    with caplog.at_level("INFO", logger="compress"):
+        scores = Score(text=text, **SETTINGS, tasks=tasks).run(run, tmp_path)
     assert [(row["name"], row["n"]) for row in scores["tasks"]] == [("mixed", 1)]
+    assert "mixed, accuracy: " in caplog.text
+    assert " (1 item, " in caplog.text
     assert scores["unasked"] == [
         {"name": "long", "fit": 0, "of": 2, "context": 1024},
         {"name": "mixed", "fit": 1, "of": 2, "context": 1024},
@@ -158,6 +161,7 @@ def test_items_that_do_not_fit_the_window_are_counted(folders, text, tmp_path):
         f"long was not asked: none of the 2 items taken fits {window}.",
         f"mixed was asked 1 of the 2 items taken: the other does not fit {window}.",
     ]
+    assert all(f"  {unasked(task)}" in caplog.text for task in scores["unasked"])
     assert json.loads((tmp_path / "scores.json").read_text()) == scores
 
 
@@ -250,7 +254,7 @@ def test_windows_that_do_not_fit_are_shortened_in_words(folders, text, tmp_path,
     with caplog.at_level("INFO", logger="compress"):
         found = score.run(run_of(folders, tmp_path / "work"), tmp_path)["fidelity"]
     assert (found["windows"], found["window_tokens"]) == (1, 900)
-    assert "1 windows of 900 tokens instead of 5 of 1024, since the text is shorter" in caplog.text
+    assert "1 window of 900 tokens instead of 5 of 1024, since the text is shorter" in caplog.text
 
 
 def test_the_datas_held_out_part_is_the_default(folders, tmp_path):
