@@ -21,6 +21,15 @@ from compress.stage import Run
 from compress.support import refuse_unsupported
 from compress.tensors import TensorFiles
 
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    ImportError,
+    ZeroDivisionError,
+    StrictDataclassError,
+)
+"""What transformers raises for a configuration that it cannot make."""
 SIZES = {
     "hidden_size": 100_000,
     "intermediate_size": 1_000_000,
@@ -45,10 +54,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (
-        *(OSError, ValueError, KeyError, ImportError),
-        *(ZeroDivisionError, StrictDataclassError),
-    ) as error:
+    except UNREADABLE as error:
         if not trust_remote_code and "AutoConfig" in _auto_map(folder):
             raise UserError(needs_code) from error
         raise UserError(

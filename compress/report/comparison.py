@@ -132,9 +132,8 @@ def _identity(report: Report) -> tuple[Any, ...]:
 
 
 def _original(name: str, reports: Sequence[Report]) -> Row:
-    plan, close, latency = (
-        next((r[part] for r in reports if r[part]), None)
-        for part in ("plan", "fidelity", "latency")
+    close, latency = (
+        next((r[part] for r in reports if r[part]), None) for part in ("fidelity", "latency")
     )
     apart = len({_prompt(r) for r in reports} - {None}) > 1 or _spread(reports)
     tasks: dict[str, float] = {}
@@ -150,7 +149,9 @@ def _original(name: str, reports: Sequence[Report]) -> Row:
         "headline": None,
         "scheme": None,
         "bytes": next((r["bytes"]["before"] for r in reports if r["bytes"]["before"]), None),
-        "bits_per_weight": plan["bits_per_weight"]["before"] if plan else None,
+        "bits_per_weight": next(
+            (r["bits_per_weight_before"] for r in reports if r["bits_per_weight_before"]), None
+        ),
         "kl": 0.0 if close else None,
         "top1": 1.0 if close else None,
         "ppl": close["ppl"]["before"] if close else None,
