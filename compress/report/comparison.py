@@ -67,7 +67,7 @@ def _read(folder: Path) -> Report:
     file = folder / "report.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or "tiles" not in found:
+        if not isinstance(found, dict) or "bits_per_weight_before" not in found:
             raise ValueError("written before it held all that its page shows")
     except OSError as error:
         raise UserError(
