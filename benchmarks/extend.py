@@ -194,7 +194,7 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"{report['model']}, trained window {report['window']}; `{report['text']}`, "
         f"{report['windows']} windows; fine-tune of {report['steps']} steps of {report['batch']} × "
-        f"{trained} tokens at {report['rate']:g}, a number hidden in "
+        f"{trained} tokens {_learned(report)}at {report['rate']:g}, a number hidden in "
         f"{report['passkey']:.0%} of the windows; numbers to find: {report['keys']} at each of "
         f"{report['depths']} depths. {report['hardware']['cpu']}, {report['date']}.",
         "",
@@ -218,6 +218,14 @@ def table(report: dict[str, Any]) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _learned(report: dict[str, Any]) -> str:
+    """Words for what the windows are of and what is learned, where that is not the default."""
+    where = f"of `{report['train']}` " if report.get("train") else ""
+    if not report.get("labels"):
+        return where
+    return f"{where}by soft labels, {report['near']:.0%} of them at the first positions, "
 
 
 def slowed(stretch: float) -> str:

@@ -55,12 +55,18 @@ def test_the_table_begins_with_the_unscaled_model_and_parts_before_from_after() 
     assert about.startswith(
         "a-model, trained window 512; `a.txt`, 2 windows; fine-tune of 10 steps"
     )
-    assert "a number hidden in 10% of the windows" in about
+    assert "10 steps of 1 × 128 tokens at 0.001, a number hidden in 10% of the windows" in about
     assert rows == [
         "| 2048 | unscaled |  | 9.00 | 10.00 | 5.00 | 100% | 50% |  | 0% |",
         "| 2048 | NTK-aware |  | 7.00 | 8.00 | 6.00 | 100% | 50% |  | 0% |",
         "| 2048 | NTK-aware | yes | 5.00 | 6.00 | 5.50 | 100% | 50% |  | 0% |",
     ]
+
+
+def test_the_table_says_what_was_learned() -> None:
+    report = REPORT | {"train": "b.txt", "labels": True, "near": 0.5}
+    about = bench.table(report).split("\n")[0]
+    assert "128 tokens of `b.txt` by soft labels, 50% of them at the first positions, at" in about
 
 
 def test_what_is_judged_on_is_not_trained_on(tmp_path: Path) -> None:
