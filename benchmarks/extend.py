@@ -43,6 +43,15 @@ ROOT = HERE.parent
 RESULTS, PAGE = HERE / "results", ROOT / "docs/extend.md"
 UNSCALED = "unscaled"
 TOP_K = 64  # of the soft labels, as extend.top_k
+LATER = {
+    "search": False,
+    "precision": "float32",
+    "train": None,
+    "labels": False,
+    "near": 0.0,
+    "teacher": None,
+}
+"""Options that results from before they existed lack."""
 NAMES = {UNSCALED: "unscaled", "linear": "linear", "ntk": "NTK-aware", "yarn": "by parts (yarn)"}
 
 
@@ -84,14 +93,15 @@ def fine_tuned(
         labelled=options.labels,
         near=options.near,
     )
-    started = time.monotonic()
     taught, precision = None, getattr(torch, options.precision)
     if windows := long_training.to_label(batches):
         # The same text is learned by every method and factor.
-        place = Artifact("labels", options.work / f"{options.name}-labels", options.work)
+        home = options.work / f"{options.name}-labels"
+        home.mkdir(exist_ok=True)
         vocabulary = model.config.get_text_config().vocab_size
         teacher = Teacher(options.teacher or options.model, vocabulary, TOP_K, precision, "cpu")
-        taught = labels.make(place, teacher, windows)
+        taught = labels.make(Artifact("labels", home / "labels", home), teacher, windows)
+    started = time.monotonic()
     history = long_training.fine_tune(
         model,
         batches,
@@ -161,11 +171,8 @@ def rows(options: argparse.Namespace, factor: float, done: dict[str, Any]) -> It
 def run(options: argparse.Namespace) -> None:
     """Judge what is missing, write the results and the page's tables."""
     file = RESULTS / f"extend-{options.name}.json"
-    # Results of before there was a choice do not name what they did by default.
-    later = {"precision": "float32", "train": None, "labels": False, "near": 0.0, "teacher": None}
-    unsaid = [name for name, default in later.items() if getattr(options, name) == default]
-    asked = settings(options, "work", "factors", "methods", *unsaid)
-    done = results_before(file, asked)
+    asked = settings(options, "work", "factors", "methods")
+    done = results_before(file, asked, LATER)
     window = window_of(AutoConfig.from_pretrained(options.model))
     for factor in options.factors:
         of_factor = done.setdefault(f"{factor:g}", {})
@@ -223,9 +230,9 @@ def table(report: dict[str, Any]) -> str:
 def _learned(report: dict[str, Any]) -> str:
     """Words for what the windows are of and what is learned, where that is not the default."""
     where = f"of `{report['train']}` " if report.get("train") else ""
-    if not report.get("labels"):
-        return where
-    return f"{where}by soft labels, {report['near']:.0%} of them at the first positions, "
+    labels = "by soft labels " if report.get("labels") else ""
+    near = f"({report['near']:.0%} at the first positions) " if report.get("near") else ""
+    return where + labels + near
 
 
 def slowed(stretch: float) -> str:
@@ -263,7 +270,11 @@ def main() -> int:
     add("--steps", type=int, default=100, help="of the fine-tune; 0: none")
     add("--rate", type=float, default=2e-5)
     add("--batch", type=int, default=1, help="training windows a step")
-    add("--length", type=int, help="tokens of a training window; default: the new window")
+    add(
+        "--length",
+        type=int,
+        help="tokens of a training window; default: the new one, with --labels the old",
+    )
     add("--passkey", type=float, default=0.1, help="share of training windows with a number hidden")
     add("--labels", action="store_true", help="learn the model's own soft labels, as extend.labels")
     add("--teacher", type=Path, help="the folder of the original, of a quantized model")
@@ -276,7 +287,12 @@ def main() -> int:
     add("--work", type=Path, default=ROOT / "runs/extend")
     options = parser.parse_args()
     options.name = options.name or options.model.name
-    for path in (options.model / "config.json", options.text, options.train):
+    if options.teacher and not options.labels:
+        parser.error("--teacher without --labels, which alone asks a teacher")
+    if options.train and options.train.resolve() == options.text.resolve():
+        parser.error(f"--train {options.train}: that is judged on; leave it out to part the text")
+    folders = [folder / "config.json" for folder in (options.model, options.teacher) if folder]
+    for path in (*folders, options.text, options.train):
         if path and not path.exists():
             parser.error(f"{path}: no such file")
     run(options)

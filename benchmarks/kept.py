@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,18 @@ def settings(options: argparse.Namespace, *apart: str) -> dict[str, Any]:
     return {k: v.name if isinstance(v, Path) else v for k, v in given.items()}
 
 
-def results_before(file: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """The results in `file`. Ends the program where they are of other settings than `asked`."""
+def results_before(
+    file: Path, asked: dict[str, Any], later: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The results in `file`. Ends the program where they are of other settings than `asked`.
+
+    later: options that older files lack, with what was done without them.
+    """
     if not file.exists():
         return {}
     found = json.loads(file.read_text())
-    changed = differences({k: found[k] for k in asked if k in found}, asked)
+    known = {**(later or {}), **found}
+    changed = differences({k: known[k] for k in asked if k in known}, asked)
     if changed:
         sys.exit(f"{file}: made with other settings: {'; '.join(changed)}. Give another --name")
     return found["results"]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from compress import checkpoint, processes
 from compress.artifact import Artifact, once
@@ -26,7 +26,7 @@ from compress.training.endpoint import Endpoint, connect
 from compress.training.labels import Labels
 from compress.training.learning import learn, served_kl
 from compress.training.student import LOSSES, figures
-from compress.training.teacher import Teacher, linear_weights, shared_vocabulary
+from compress.training.teacher import Teacher, linear_weights, original, shared_vocabulary
 from compress.training.trainable import WAYS
 
 PRECISIONS = ("float32", "bfloat16")
@@ -228,24 +228,19 @@ class Distill:
 
     def _labels(self, run: Run) -> Labels:
         """The teacher's labels, which stay beside the stages: other training settings read them."""
-        trust = run.config.model.trust_remote_code
-        own = AutoConfig.from_pretrained(run.original, trust_remote_code=trust).get_text_config()
-        return labels.make(
-            Artifact("labels", run.stages / "labels", run.stages),
-            self._teacher(run, own.vocab_size),
-            self._windows(run),
-        )
+        place = Artifact("labels", run.stages / "labels", run.stages)
+        return labels.make(place, self._teacher(run), self._windows(run))
 
-    def _teacher(self, run: Run, vocabulary: int) -> Teacher | Endpoint:
+    def _teacher(self, run: Run) -> Teacher | Endpoint:
         """What labels: the server's model, that of another folder, or the original."""
         trust = run.config.model.trust_remote_code
         if self.endpoint is not None:
             return self._connected(self.endpoint, run.original, trust)
-        other = self.teacher_folder()
-        if other is not None:
-            vocabulary = shared_vocabulary(other, run.original, trust)
-        folder, dtype = other or run.original, getattr(torch, self.precision)
-        return Teacher(folder, vocabulary, self.top_k, dtype, run.config.device, trust)
+        other, dtype = self.teacher_folder(), getattr(torch, self.precision)
+        if other is None:
+            return original(run, self.top_k, dtype)
+        vocabulary = shared_vocabulary(other, run.original, trust)
+        return Teacher(other, vocabulary, self.top_k, dtype, run.config.device, trust)
 
     def _connected(self, url: str, original: Path | None, trust_remote_code: bool) -> Endpoint:
         tokenizer = original and AutoTokenizer.from_pretrained(

@@ -33,7 +33,7 @@ from compress.training.scaling import (
     search,
     window_of,
 )
-from compress.training.teacher import Teacher
+from compress.training.teacher import original
 from compress.training.trainable import load_exact, make_trainable
 
 SHORT_RISE = 0.01
@@ -53,9 +53,9 @@ class Extend:
     integers frozen; 0: none. rate: its learning rate. batch: windows a step. length: tokens of a
     training window; null: the whole new window; fewer are spread over its positions (PoSE).
     passkey: share of the training windows in which a number is hidden and asked for.
-    labels: the original's soft labels, `top_k` tokens of each, are learned and not the text, in
-    windows no longer than its own. near: share of the training windows that stay at the first
-    positions, where short texts are read.
+    labels: the original's soft labels, the `top_k` likeliest of each, are learned and not the text,
+    in windows no longer than its own. near: share of the windows without a number that stay at the
+    first positions, where short texts are read.
     heldout_windows: long held-out windows on which it is measured, `measures` times in training.
     precision: arithmetic of the fine-tune and of what is measured by length: float32, or bfloat16
     but for norms, softmax and the residual stream; weights and the KL stay in float32.
@@ -159,7 +159,9 @@ class Extend:
         at_once = once(run.work / "scaled.json", lambda: judge.judge(_scaled(run, folder)))
         steps = self._pieces(run, judge, texts)
         taught = self._labels(run, steps)
-        changed, curve = processes.everywhere(self._fine_tuned, run, folder, judge, steps, taught)
+        changed, curve, best_step = processes.everywhere(
+            self._fine_tuned, run, folder, judge, steps, taught
+        )
         checkpoint.rewrite(source, out, changed, describe(folder))
         raise_limit(out, longer)
         model = load_exact(out, run.config)
@@ -198,6 +200,7 @@ class Extend:
             "heldout_kl": kls,
             "labels": taught and taught.figures,
             "curve": curve,
+            "best_step": best_step,
             "kept": True,
             "notes": self._notes(bool(changed), short["after"] / short["before"] - 1),
         }
@@ -255,7 +258,6 @@ class Extend:
         self, run: Run, judge: LengthJudge, texts: list[str]
     ) -> list[list[long_training.Piece]]:
         """What each step learns from; empty where there are none."""
-        longer = judge.ids.shape[1]
         if not self.steps:
             return []
         return long_training.batches(
@@ -263,12 +265,27 @@ class Extend:
             judge.tokenizer,
             steps=self.steps,
             batch=self.batch,
-            length=min(self.length or longer, judge.window if self.labels else longer),
+            length=self._length(run, judge),
             passkey=self.passkey,
             seed=run.config.seed + 2,
             labelled=self.labels,
             near=self.near,
         )
+
+    def _length(self, run: Run, judge: LengthJudge) -> int:
+        """The tokens of a training window."""
+        longer = judge.ids.shape[1]
+        if not self.labels:
+            return min(self.length or longer, longer)
+        trust = run.config.model.trust_remote_code
+        parsed = AutoConfig.from_pretrained(run.original, trust_remote_code=trust)
+        most = min(judge.window, window_of(parsed.get_text_config()))
+        if (self.length or 0) > most:
+            logger.info(
+                f"  training windows of {most} tokens instead of {self.length}: what the original "
+                "holds, whose labels are learned"
+            )
+        return min(self.length or most, most)
 
     def _labels(self, run: Run, steps: list[list[long_training.Piece]]) -> Labels | None:
         """What the original says of the pieces that learn it; None where there are none."""
@@ -276,11 +293,9 @@ class Extend:
         if windows is None:
             return None
         place = Artifact("extend_labels", run.stages / "extend_labels", run.stages)
-        trust = run.config.model.trust_remote_code
-        own = AutoConfig.from_pretrained(run.original, trust_remote_code=trust).get_text_config()
-        dtype, device = getattr(torch, self.precision), run.config.device
-        teacher = Teacher(run.original, own.vocab_size, self.top_k, dtype, device, trust)
-        return labels.make(place, teacher, windows)
+        return labels.make(
+            place, original(run, self.top_k, getattr(torch, self.precision)), windows
+        )
 
     def _fine_tuned(
         self,
@@ -289,12 +304,12 @@ class Extend:
         judge: LengthJudge,
         steps: list[list[long_training.Piece]],
         taught: Labels | None,
-    ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """The tensors of the scaled model's best step, none where that is the start, and the curve
-        that was measured.
+    ) -> tuple[dict[str, Tensor], list[dict[str, Any]], int]:
+        """The tensors of the scaled model's best step, none where that is the start, the curve that
+        was measured, and that step.
         """
         if not steps:
-            return {}, []
+            return {}, [], 0
         model = _scaled(run, folder)
         history = long_training.fine_tune(
             model,
@@ -310,7 +325,7 @@ class Extend:
             labels=taught,
         )
         curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
-        return (history.best if history.best_step else {}), curve
+        return (history.best if history.best_step else {}), curve, history.best_step
 
 
 def _scaled(run: Run, folder: Path) -> PreTrainedModel:

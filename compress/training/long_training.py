@@ -2,8 +2,8 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import count, cycle
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -28,8 +28,9 @@ LEAST = 16
 @dataclass(frozen=True)
 class Piece:
     """A run of tokens `ids` [t] that attends to nothing else. answer: where the tokens are whose
-    loss counts; None: all but the first. row: of the soft labels that it learns; None: it learns
-    the text. near: whether it stays at the first positions, else it is spread over the window's.
+    loss counts; None: all but the first. row: of the soft labels that it learns, whose first t
+    tokens are these; None: it learns the text. near: whether it stays at the first positions, else
+    it is spread over the window's.
     """
 
     ids: Tensor
@@ -55,8 +56,8 @@ def batches(
     Documents are taken from the longest on, as many as are needed, and cut into pieces of `length`;
     of shorter ones several fill a window, each a piece of its own. In `passkey` of the windows a
     number is hidden and asked for at the end; of the others `near` stay at the first positions. If
-    `labelled`, a piece that hides no number is a row of the soft labels, in order. Where there is
-    less text, it is gone through again.
+    `labelled`, what hides no number has a row of the soft labels, the same where a piece of text is
+    taken again, as all are where there is less.
     Raises UserError where there is none, and where `length` leaves no room to hide a number in.
     """
     draw = random.Random(seed)
@@ -64,11 +65,12 @@ def batches(
     if not long:
         raise UserError(f"extend: no document of {LEAST} tokens to train on; give longer text")
     draw.shuffle(long)
-    following = cycle(long)
+    following = cycle(enumerate(long))
     hidden = set(draw.sample(range(steps * batch), round(passkey * steps * batch)))
     plain = sorted(set(range(steps * batch)) - hidden)
     close = set(draw.sample(plain, round(near * len(plain))))
-    rows, windows = count(), []
+    rows: dict[int, int] = {}
+    windows = []
     for number in range(steps * batch):
         if number in hidden:
             text = hide(tokenizer, filler, length, [draw.random()], TAUGHT, draw.randrange(1 << 30))
@@ -79,20 +81,14 @@ def batches(
                 )
             windows.append([Piece(text.ids, text.answers[0])])
             continue
-        window = [next(following)]
-        while sum(len(piece.ids) for piece in window) + LEAST <= length:
-            room = length - sum(len(piece.ids) for piece in window)
-            window.append(Piece(next(following).ids[:room]))
-        windows.append(
-            [
-                replace(
-                    piece,
-                    row=next(rows) if labelled else None,
-                    near=number in close,
-                )
-                for piece in window
-            ]
-        )
+        window: list[Piece] = []
+        room = length
+        while not window or room >= LEAST:
+            which, ids = next(following)
+            row = rows.setdefault(which, len(rows)) if labelled else None
+            window.append(Piece(ids[:room], row=row, near=number in close))
+            room -= len(window[-1].ids)
+        windows.append(window)
     return [
         [piece for window in windows[first : first + batch] for piece in window]
         for first in range(0, len(windows), batch)
@@ -101,11 +97,11 @@ def batches(
 
 def _pieces(
     docs: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, wanted: int
-) -> tuple[list[Piece], list[int]]:
+) -> tuple[list[Tensor], list[int]]:
     """At least `wanted` tokens as pieces, from the longest documents; their tokens in a row too."""
     start = leading_ids(tokenizer)
     body = length - len(start)
-    pieces: list[Piece] = []
+    pieces: list[Tensor] = []
     row: list[int] = []
     for doc in sorted(docs, key=len, reverse=True):
         if len(row) >= wanted:
@@ -113,21 +109,24 @@ def _pieces(
         ids = tokenizer(doc, add_special_tokens=False, verbose=False).input_ids
         row += ids
         cut = [start + ids[first : first + body] for first in range(0, len(ids), body)]
-        pieces += [Piece(torch.tensor(piece)) for piece in cut if len(piece) >= LEAST]
+        pieces += [torch.tensor(piece) for piece in cut if len(piece) >= LEAST]
     return pieces, row
 
 
 def to_label(steps: Sequence[Sequence[Piece]]) -> Windows | None:
-    """The pieces that are rows of the soft labels, for a teacher, padded to the longest of them;
-    None where there are none.
+    """The rows of the soft labels, [n, T] for a teacher, padded to the longest of them; None where
+    no piece has one.
     """
-    pieces = [piece.ids for batch in steps for piece in batch if piece.row is not None]
-    if not pieces:
+    longest: dict[int, Tensor] = {}
+    for piece in (piece for batch in steps for piece in batch):
+        if piece.row is not None and len(piece.ids) > len(longest.get(piece.row, ())):
+            longest[piece.row] = piece.ids
+    if not longest:
         return None
-    ids = torch.zeros((len(pieces), max(map(len, pieces))), dtype=torch.int64)
+    ids = torch.zeros((len(longest), max(map(len, longest.values()))), dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for row, piece in enumerate(pieces):
-        ids[row, : len(piece)], mask[row, : len(piece)] = piece, 1
+    for row, piece_ids in longest.items():
+        ids[row, : len(piece_ids)], mask[row, : len(piece_ids)] = piece_ids, 1
     return Windows(ids, mask)
 
 
@@ -144,14 +143,16 @@ def loss_of(
     processes each gives the part of its share of the pieces; they draw positions alike.
 
     A piece with a row of `labels` is told what the original, which read it at the first positions,
-    makes of it: there the loss is the KL to that (Dong et al. 2025, arXiv:2502.07365, without its
-    loss on hidden states).
+    makes of it: there the loss is KL(original || model). For pieces that are spread that is the
+    short-to-long part of LongReD (Dong et al. 2025, arXiv:2502.07365), whose training on long text
+    and loss on hidden states are left out.
     """
     tokens = sum(len(piece.ids) for piece in pieces)
     total = torch.zeros((), device=model.device)
     placed = [(piece, _positions(piece, window, generator)) for piece in pieces]
     for piece, positions in processes.share(placed):
-        if labels is not None and piece.row is not None:
+        if piece.row is not None:
+            assert labels is not None
             total = total + _divergence(model, piece, labels, positions) / tokens
             continue
         found = losses(model, piece.ids.unsqueeze(0).to(model.device), positions)[0]
@@ -164,7 +165,7 @@ def loss_of(
 def _divergence(
     model: PreTrainedModel, piece: Piece, labels: Labels, positions: Tensor | None
 ) -> Tensor:
-    """From the piece's labels, summed over its tokens."""
+    """KL in nats from the piece's labels, summed over its tokens."""
     batch = labels.batch(torch.tensor([piece.row])).part(slice(len(piece.ids))).to(model.device)
     made = before_head(model, batch.ids, positions)
     return by_parts(model, made, batch, Objective("kl"))
@@ -192,8 +193,8 @@ def fine_tune(
 ) -> History:
     """Train norms, Q and K (and V where it is in one matrix with them) on a list of batches; the
     step with the lowest `measure()` is left in the model. As `training.train`, also in resuming.
-    precision: of the arithmetic; what is trained stays in float32. labels: of the pieces that are
-    a row of them.
+    precision: of the arithmetic; what is trained stays in float32. labels: the rows that pieces
+    have.
     """
 
     def loss(step: int) -> Tensor:

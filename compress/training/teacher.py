@@ -17,6 +17,7 @@ from compress.algorithms.soft_labels import top_k
 from compress.errors import UserError
 from compress.model import BlockModel, linear_shapes
 from compress.runtime.configs import first_line
+from compress.stage import Run
 
 TOGETHER = 2  # windows that go through a block together
 
@@ -88,6 +89,13 @@ class Teacher:
             return torch.cat(tokens).cpu(), torch.cat(probabilities).cpu(), torch.cat(rest).cpu()
 
         return label
+
+
+def original(run: Run, top_k: int, dtype: torch.dtype) -> Teacher:
+    """The run's original as its teacher."""
+    trust = run.config.model.trust_remote_code
+    own = AutoConfig.from_pretrained(run.original, trust_remote_code=trust).get_text_config()
+    return Teacher(run.original, own.vocab_size, top_k, dtype, run.config.device, trust)
 
 
 def linear_weights(folder: Path, trust_remote_code: bool) -> int:

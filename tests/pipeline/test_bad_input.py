@@ -87,6 +87,8 @@ def test_no_model_is_told_by_the_name_of_its_field(cli: Cli) -> None:
         ("model.dtype=int8", "model.dtype is 'int8'; wanted one of auto"),
         ("plan.memory=lots", "plan.memory is 'lots'; wanted a size such as 24GB"),
         ("extend.method=stretch", "extend.method is 'stretch'; wanted one of ntk, yarn, linear"),
+        ("extend.near=2", "extend.near is 2.0; wanted a share, 0 to 1"),
+        ("extend.top_k=0", "extend.top_k is 0; wanted at least 1"),
         ("data.length=2", "data.length is 2; wanted at least 16"),
         ("distill.tasks=[mmlu]", "distill.tasks: no suite called mmlu; there are knowledge"),
         ("distill.tasks=[summaries]", "summaries is of kind generation, which takes too long"),

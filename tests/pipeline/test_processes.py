@@ -147,12 +147,12 @@ def test_two_processes_give_what_one_gives_and_go_on_where_they_were_killed(
     assert files(stages_of(two) / "distill") == files(stages_of(whole) / "distill")
 
 
-def near(found: Path, wanted: Path, stage: str = "distill") -> None:
+def near(found: Path, wanted: Path, stage: str = "distill", figure: str = "kl") -> None:
     """The students of two runs differ by no more than sums in another order do, rounded to 16 bit;
     some of it shows, or both would be the same computation.
     """
     told = [json.loads((s / f"{stage}.json").read_text())["metrics"] for s in (found, wanted)]
-    curves = [[point["kl"] for point in figures["curve"]] for figures in told]
+    curves = [[point[figure] for point in figures["curve"]] for figures in told]
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
     assert curves[0] != curves[1]
     best = [figures["best_step"] for figures in told]
@@ -197,6 +197,25 @@ def test_two_processes_teach_a_smaller_model_as_one_does_killed_or_not(
     assert launched(lambda: pipeline.run(two)) == [0, 0]
     assert files(stages_of(two) / "shrink_labels") == files(stages_of(one) / "shrink_labels")
     near(stages_of(two), stages_of(one), "shrink")
+
+
+def test_two_processes_stretch_a_window_as_one_does_killed_or_not(
+    settings: Callable[[str], Config],
+) -> None:
+    def longer(out: str) -> Config:
+        config = settings(out)
+        config.stages = ["calibrate", "quantize", "extend"]
+        exact = {"precision": "float32", "measures": 1}
+        config.extend = replace(config.extend, method="yarn", factor=4, batch=3, **exact)
+        assert config.extend.labels
+        return config
+
+    one, two = longer("stretched-by-one"), longer("stretched-by-two")
+    assert forked(lambda: pipeline.run(one)) == 0
+    assert launched(lambda: killed_at(11, two, "extend")) == [-signal.SIGKILL, 2]
+    assert launched(lambda: pipeline.run(two)) == [0, 0]
+    assert files(stages_of(two) / "extend_labels") == files(stages_of(one) / "extend_labels")
+    near(stages_of(two), stages_of(one), "extend", "ppl")
 
 
 def test_a_process_without_a_window_is_refused(

@@ -66,7 +66,7 @@ def test_the_table_begins_with_the_unscaled_model_and_parts_before_from_after() 
 def test_the_table_says_what_was_learned() -> None:
     report = REPORT | {"train": "b.txt", "labels": True, "near": 0.5}
     about = bench.table(report).split("\n")[0]
-    assert "128 tokens of `b.txt` by soft labels, 50% of them at the first positions, at" in about
+    assert "128 tokens of `b.txt` by soft labels (50% at the first positions) at 0.001" in about
 
 
 def test_what_is_judged_on_is_not_trained_on(tmp_path: Path) -> None:
@@ -110,3 +110,35 @@ def test_one_command_judges_trains_and_goes_on(
     monkeypatch.setattr(sys, "argv", [*words.split(), "--rate", "1"])
     with pytest.raises(SystemExit, match=r"rate was 2e-05, is now 1\.0"):
         bench.main()
+
+
+def test_labels_are_made_once_for_all_methods_and_kept_by_name(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text, train, page = (tmp_path / name for name in ("text.txt", "train.txt", "page.md"))
+    text.write_text(" ".join(f"Line {i} says that {i} is a number." for i in range(900)))
+    train.write_text(" ".join(f"Chapter {i} is of another story." for i in range(900)))
+    page.write_text("# Page\n\n<!-- extend: begin -->\n<!-- extend: end -->\n")
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "PAGE", page)
+    words = f"bench --model {tiny_model} --text {text} --name t --factors 2 --methods ntk yarn"
+    words += f" --steps 2 --length 999 --passkey 0 --windows 1 --keys 0 --work {tmp_path / 'work'}"
+    words += f" --train {train} --labels --near 0.5"
+    monkeypatch.setattr(sys, "argv", words.split())
+    assert bench.main() == 0
+    done = json.loads((tmp_path / "extend-t.json").read_text())["results"]["2"]
+    window = 256  # of the tiny model: what its original can label
+    assert [done[m]["training"]["tokens"] for m in ("ntk", "yarn")] == [2 * window] * 2
+    told = json.loads((tmp_path / "work/t-labels/labels.json").read_text())
+    assert told["figures"]["tokens"] == 2 * window
+    for more, why in (
+        (f"--train {text}", "that is judged on"),
+        (f"--teacher {tmp_path}", f"{tmp_path}/config.json: no such file"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*words.split(), *more.split()])
+        with pytest.raises(SystemExit):
+            bench.main()
+        assert why in capsys.readouterr().err

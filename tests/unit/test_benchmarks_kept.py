@@ -28,6 +28,19 @@ def test_results_of_other_settings_are_not_added_to(tmp_path: Path) -> None:
         kept.results_before(file, asked(tmp_path, samples=8))
 
 
+def test_what_older_results_do_not_name_was_not_done(tmp_path: Path) -> None:
+    file, later = tmp_path / "budget-x.json", {"labels": False}
+    given, taught = asked(tmp_path, labels=False), asked(tmp_path, labels=True)
+    file.write_text(json.dumps(asked(tmp_path) | {"results": {"a": {}}}))
+    assert kept.results_before(file, given, later) == {"a": {}}
+    with pytest.raises(SystemExit, match="labels was false, is now true"):
+        kept.results_before(file, taught, later)
+    file.write_text(json.dumps(taught | {"results": {"a": {}}}))
+    assert kept.results_before(file, taught, later) == {"a": {}}
+    with pytest.raises(SystemExit, match="labels was true, is now false"):
+        kept.results_before(file, given, later)
+
+
 def test_a_table_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- t: begin -->\nold\n<!-- t: end -->\nafter\n")
