@@ -22,6 +22,8 @@ SPEEDS = {
     "peak_rss_bytes": ("larger", "smaller"),
 }
 """What `serve` measures, with the words for a figure above and below the original's."""
+TIMES = {"decode_tokens_per_s": "tpot", "prefill_tokens_per_s": "ttft", "ttft_ms": "ttft"}
+"""By what times these are told apart."""
 APART = 1.1
 """Originals of which one decodes so many times as fast as another were not measured alike."""
 
@@ -172,7 +174,12 @@ def _row(name: str, folder: Path, out: Path, report: Report, original: str) -> R
     latency = report["latency"] or {}
     before, after = (_speed(latency.get(when)) for when in ("before", "after"))
     against = {
-        key: {"original": before[key], "said": words.comparison(before[key], after[key], *said)}
+        key: {
+            "original": before[key],
+            "said": words.comparison(
+                before[key], after[key], *said, words.timed(latency, TIMES.get(key))
+            ),
+        }
         for key, said in SPEEDS.items()
         if before[key] and after[key]
     }

@@ -3,7 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from compress.report.words import comparison, milliseconds, percent, rate, significant, size
+from compress.report.words import (
+    comparison,
+    milliseconds,
+    percent,
+    rate,
+    significant,
+    size,
+    timed,
+)
 
 Figures = Mapping[str, Any]
 
@@ -30,9 +38,9 @@ def _speed(figures: Figures) -> Iterator[tuple[str, ...]]:
     before, after = (figures["latency"][when] for when in ("before", "after"))
     decode = before["decode_tokens_per_s"], after["decode_tokens_per_s"]
     first = before["ttft_ms"]["p50"], after["ttft_ms"]["p50"]
-    faster = comparison(*decode, "faster", "slower")
+    faster = comparison(*decode, "faster", "slower", timed(figures["latency"], "tpot"))
     yield "Decode", rate(decode[1]), f"from {rate(decode[0])}", faster
-    sooner = comparison(*first, "slower", "faster")
+    sooner = comparison(*first, "slower", "faster", timed(figures["latency"], "ttft"))
     yield "First token, median", milliseconds(first[1]), f"from {milliseconds(first[0])}", sooner
 
 

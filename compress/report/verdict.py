@@ -19,6 +19,7 @@ from compress.report.words import (
     significant,
     size,
     student,
+    timed,
 )
 
 Figures = Mapping[str, Any]
@@ -66,7 +67,8 @@ def _headline(figures: Figures) -> str:
     latency = figures["latency"]
     if latency:
         before, after = (latency[when]["decode_tokens_per_s"] for when in ("before", "after"))
-        facts.append(f"decode {comparison(before, after, 'faster', 'slower')}")
+        interval = timed(latency, "tpot")
+        facts.append(f"decode {comparison(before, after, 'faster', 'slower', interval)}")
     if figures["fidelity"]:
         facts.append(f"KL {significant(figures['fidelity']['kl'], 2)}")
     if figures["tasks"]:
@@ -197,15 +199,15 @@ def _faster(figures: Figures) -> Iterator[Finding]:
         (before[k], after[k]) for k in ("decode_tokens_per_s", "prefill_tokens_per_s")
     )
     first = before["ttft_ms"]["p50"], after["ttft_ms"]["p50"]
+    decoding = comparison(*decode, "faster", "slower", timed(latency, "tpot"))
+    reading = comparison(*prefill, "faster", "slower", timed(latency, "ttft"))
     text = (
-        f"Decode goes from {rate(decode[0])} to {rate(decode[1])} "
-        f"({comparison(*decode, 'faster', 'slower')}), prefill from {rate(prefill[0])} to "
-        f"{rate(prefill[1])} ({comparison(*prefill, 'faster', 'slower')}); the first token comes "
+        f"Decode goes from {rate(decode[0])} to {rate(decode[1])} ({decoding}), prefill from "
+        f"{rate(prefill[0])} to {rate(prefill[1])} ({reading}); the first token comes "
         f"after {milliseconds(first[1])} instead of {milliseconds(first[0])} (medians)."
         f"{_other_step(latency)}"
     )
-    ratio = decode[1] / decode[0] if decode[0] and decode[1] else 1.0
-    tone: Tone = "good" if ratio > 1.02 else "bad" if ratio < 0.98 else "plain"
+    tone: Tone = "good" if "faster" in decoding else "bad" if "slower" in decoding else "plain"
     yield Finding("Speed", text, tone)
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from math import floor, isfinite, log10
+from math import floor, inf, isfinite, log10
 from typing import Any
 
 SPACE = "\u00a0"
@@ -140,13 +140,29 @@ def several(number: int, thing: str) -> str:
     return f"{count(number)} {thing}{'' if number == 1 else 's'}"
 
 
-def comparison(before: Number, after: Number, more: str, less: str) -> str:
-    """How `after` stands to `before`: `1.80× faster`, `1.25× slower`, `as fast` within 2%.
+def timed(latency: Mapping[str, Any], what: str | None) -> tuple[float, float] | None:
+    """The interval of the ratio of times, where both models were timed by turns
+    (compress/runtime/latency.py); what: `ttft`, `tpot`, or None for what is no time.
+    """
+    intervals = latency.get("time_ratio")
+    if not intervals or what is None:
+        return None
+    low, high = intervals[what]
+    return low, inf if high is None else high
+
+
+def comparison(
+    before: Number, after: Number, more: str, less: str, interval: Sequence[float] | None = None
+) -> str:
+    """How `after` stands to `before`: `1.80× faster`, `1.25× slower`, `unchanged within 2%`; where
+    an `interval` of the ratio is known and holds 1, `not measurably changed`.
 
     `more` is the word where after is larger.
     """
     if not before or not after:
         return "not comparable"
+    if interval is not None and interval[0] <= 1 <= interval[1]:
+        return "not measurably changed"
     ratio = after / before
     if 0.98 < ratio < 1.02:
         return "unchanged within 2%"

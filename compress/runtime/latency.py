@@ -7,6 +7,7 @@ output token: each later token, one forward of one token. Milliseconds where a n
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,32 @@ def summarize(timings: list[Timing], prompt_tokens: int) -> dict[str, Any]:
         "new_tokens": len(timings[0].tpot) + 1,
         "requests": len(timings),
     }
+
+
+Interval = tuple[float, float | None]
+
+
+def time_ratio(before: Sequence[Timing], after: Sequence[Timing]) -> dict[str, Interval]:
+    """Of models timed by turns, how many times as long the second took: the ends of an interval
+    that holds the median over requests with at least 95%, for `ttft` and for the median `tpot`.
+
+    By order statistics (Conover, Practical Nonparametric Statistics, 3.2), which ask nothing of how
+    times are spread; fewer than 6 requests cannot promise so much, and all is left open: 0 to None.
+    """
+    pairs = list(zip(before, after, strict=True))
+    ratios = {
+        "ttft": [b.ttft / a.ttft for a, b in pairs],
+        "tpot": [float(np.median(b.tpot) / np.median(a.tpot)) for a, b in pairs],
+    }
+    return {name: _median_interval(sorted(values)) for name, values in ratios.items()}
+
+
+def _median_interval(ordered: Sequence[float]) -> Interval:
+    """The narrowest pair of order statistics between which the median lies with at least 95%."""
+    count, cut, outside = len(ordered), 0, 0.0
+    while (outside := outside + 2 * comb(count, cut) / 2**count) <= 0.05:
+        cut += 1
+    return (ordered[cut - 1], ordered[-cut]) if cut else (0.0, None)
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from compress.runtime.cache import KV_CACHES
 from compress.runtime.decode import COMPILE, Decoder
 from compress.runtime.footprint import footprint
 from compress.runtime.generate import answer, chat_prompt
-from compress.runtime.latency import summarize, time_models
+from compress.runtime.latency import summarize, time_models, time_ratio
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import load
 from compress.source import shortest_window
@@ -43,7 +43,7 @@ class Serve:
     """
 
     name: ClassVar[str] = "serve"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     needs: ClassVar[tuple[str, ...]] = ("dense", "checkpoint")
     gives: ClassVar[str | None] = "latency"
     shares: ClassVar[tuple[str, ...]] = ("device", "seed")
@@ -113,6 +113,7 @@ class Serve:
         together = fit_together(list(folders.values()), device)
         turns = [["before", "after"]] if together else [["before"], ["after"]]
         latency: dict[str, Any] = {}
+        ratio = None
         answers: dict[str, str] = {}
         for names in turns:
             decoders = {
@@ -135,6 +136,8 @@ class Serve:
                 warmup=self.warmup,
                 seed=seed,
             )
+            if together:
+                ratio = time_ratio(timings["before"], timings["after"])
             for name, decoder in decoders.items():
                 latency[name] = summarize(timings[name], prompt_tokens) | footprints[name]
                 latency[name] |= {
@@ -150,6 +153,7 @@ class Serve:
             "backend": backend,
             "threads": torch.get_num_threads(),
             "by_turns": together,
+            "time_ratio": ratio,
             "kv_cache": self.kv_cache,
             "kernel_check": kernel_check,
             "question": self.question,

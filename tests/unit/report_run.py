@@ -152,6 +152,7 @@ def extend() -> dict[str, Any]:
     return {
         "method": "yarn",
         "factor": 2.0,
+        "labels": {"tokens": 98_304},
         "window": {"before": 8192, "after": 16384},
         "ppl_by_position": {
             "positions": positions,

@@ -12,11 +12,27 @@ from compress.report.card import model_card
 from compress.report.figures import figures
 from compress.report.pages import page, short
 from compress.report.tasks import blind, change, label, unseen_loss
+from compress.report.verdict import verdict
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> SimpleNamespace:
     return fixture(tmp_path)
+
+
+def test_speed_is_claimed_only_where_the_requests_tell(run: SimpleNamespace) -> None:
+    latency = figures(run)["latency"]
+    for ends, said, tone in (
+        ([0.5, 0.7], "decode 1.63×\u00a0faster", "good"),
+        ([0.5, 1.1], "decode not measurably changed", "plain"),
+        ([0.0, None], "decode not measurably changed", "plain"),
+    ):
+        latency["time_ratio"] = {"tpot": ends, "ttft": [0.6, 0.8]}
+        found = verdict({**figures(run), "latency": latency})
+        assert said in found["headline"]
+        (speed,) = (f for f in found["findings"] if f["about"] == "Speed")
+        assert speed["tone"] == tone
+        assert "(1.30×\u00a0faster); the first token" in speed["text"]
 
 
 def test_verdict_says_it_in_words(run: SimpleNamespace) -> None:

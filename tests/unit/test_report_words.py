@@ -67,6 +67,8 @@ def test_signs_and_shares() -> None:
     assert words.comparison(90, 50, "faster", "slower") == "1.80×\u00a0slower"
     assert words.comparison(100, 101, "faster", "slower") == "unchanged within 2%"
     assert words.comparison(0, 1, "faster", "slower") == "not comparable"
+    assert words.comparison(50, 90, "faster", "slower", (0.4, 1.1)) == "not measurably changed"
+    assert words.comparison(50, 90, "faster", "slower", (0.4, 0.9)) == "1.80×\u00a0faster"
     assert words.moment("2026-11-29T14:05:31+00:00") == "2026-11-29 14:05\u00a0UTC"
 
 

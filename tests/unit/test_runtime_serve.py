@@ -15,7 +15,7 @@ from compress.qtensor import QuantSpec
 from compress.runtime.cache import KEY_BLOCK, KV_CACHES
 from compress.runtime.decode import Decoder
 from compress.runtime.generate import chat_prompt, encode, generate
-from compress.runtime.latency import Timing, summarize, time_models
+from compress.runtime.latency import Timing, summarize, time_models, time_ratio
 from compress.runtime.loader import load
 from compress.stage import Run
 from compress.stages.serve import Serve
@@ -144,3 +144,16 @@ def test_all_fields_that_cannot_be_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Serve(new_tokens=1, requests=0, backend="gpu", compile="on")
     assert len(caught.value.problems) == 4
+
+
+def test_the_interval_of_a_ratio_of_times_is_of_order_statistics() -> None:
+    def timings(*ttft: float) -> list[Timing]:
+        return [Timing(t, [t / 4, t / 2, 9 * t]) for t in ttft]
+
+    ones, rising = timings(*[1.0] * 16), timings(*[(n * 7 % 16 + 1) / 10 for n in range(16)])
+    found = time_ratio(ones, rising)
+    assert found["ttft"] == pytest.approx((0.4, 1.3))  # the 4th and the 13th: 97.9%
+    assert found["tpot"] == pytest.approx((0.4, 1.3))
+    found = time_ratio(timings(2.0, *[1.0] * 7), timings(*[0.5] * 8))
+    assert found["ttft"] == pytest.approx((0.25, 0.5))  # all of 8: 99.2%
+    assert time_ratio(ones[:5], rising[:5])["tpot"] == (0.0, None)
