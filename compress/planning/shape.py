@@ -17,6 +17,7 @@ from compress.model import find_blocks, skeleton, storage_dtype, tied_names
 from compress.runtime.cache import KV_CACHES, bytes_per_token
 from compress.source import read_config, reason_of, refuse_sizes
 from compress.support import refuse_unsupported
+from compress.training.scaling import window_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Shape:
     out. linears: (out_features, in_features) of those inside the blocks, by full name. heads:
     names of the output layer. dtype: of what stays in 16 bit. windows: of each layer, tokens that
     it keeps, None for all. kv_per_token: bytes that one more token takes in the layers that keep
-    all, by kind of KV cache. positions: the window that the model was trained for.
+    all, by kind of KV cache. positions: the window that it has.
     """
 
     name: str
@@ -109,7 +110,7 @@ def shape_of(config: PretrainedConfig, name: str, blocks: int | None = None) -> 
             for layer in DynamicCache(config=config).layers
         ),
         kv_per_token=_kv_per_token(config),
-        positions=getattr(text, "max_position_embeddings", None) or 2048,
+        positions=window_of(text) if getattr(text, "max_position_embeddings", None) else 2048,
     )
 
 

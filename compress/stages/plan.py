@@ -26,6 +26,7 @@ from compress.sizes import shape_bytes, stored_bytes, tensor_bytes, tensor_eleme
 from compress.source import read_config
 from compress.stage import Run
 from compress.tensors import TensorFiles
+from compress.training.scaling import window_of
 from compress.training.trainable import WAYS
 
 OWN_CACHE = (
@@ -45,7 +46,7 @@ class Plan:
     """
 
     name: ClassVar[str] = "plan"
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     needs: ClassVar[tuple[str, ...]] = ("dense",)
     gives: ClassVar[str | None] = None
     shares: ClassVar[tuple[str, ...]] = (
@@ -97,7 +98,7 @@ class Plan:
         notes += odd
         window = _window(config, run)
         tokens = min(self.tokens, window)
-        lengths = sorted({tokens, *(n for n in (1024, 4096) if n <= window)})
+        lengths = sorted({tokens, *(length for length in (1024, 4096) if length <= window)})
         if tokens < self.tokens:
             notes.append(
                 f"requests are counted with the {tokens} tokens of the model's window, not the "
@@ -138,9 +139,9 @@ class Plan:
                 "by_kind": by_kind,
                 "bytes_per_token": per_token,
                 "table": [
-                    {"batch": batch, "tokens": tokens, "bytes": batch * tokens * per_token}
+                    {"batch": batch, "tokens": length, "bytes": batch * length * per_token}
                     for batch in sorted({*BATCHES, self.batch})
-                    for tokens in lengths
+                    for length in lengths
                 ],
             },
             "memory": memory,
@@ -262,7 +263,7 @@ def _training(run: Run, student: Student) -> dict[str, dict[str, int]]:
 def _window(config: PretrainedConfig, run: Run) -> int:
     """The tokens that the model will hold, once it is extended where the run extends it."""
     factor = run.config.extend.factor if "extend" in run.config.stages else 1
-    return round(factor * config.get_text_config().max_position_embeddings)
+    return round(factor * window_of(config.get_text_config()))
 
 
 def _left_out(folder: Path, empty: PreTrainedModel) -> list[str]:

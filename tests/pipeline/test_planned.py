@@ -1,6 +1,7 @@
 """What the stage plan counts for serving: as the model will be served, on the device of the run."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,22 @@ def test_requests_are_counted_up_to_the_window(
         "plan.tokens"
     )
     assert (note in plan["notes"]) == noted
+
+
+@pytest.mark.parametrize(("word", "window"), [("stages=[plan]", 1024), ("extend.factor=2", 2048)])
+def test_the_window_of_a_yarn_is_the_one_that_extend_starts_from(
+    small: Small, tiny_model: Path, tmp_path: Path, word: str, window: int
+) -> None:
+    yarn = Path(shutil.copytree(tiny_model, tmp_path / "yarn"))
+    fields = json.loads((yarn / "config.json").read_text())
+    fields["rope_parameters"] |= {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": fields["max_position_embeddings"],
+    }
+    (yarn / "config.json").write_text(json.dumps(fields))
+    words = [f"model.path={yarn}", "only=plan", "plan.tokens=4096", word]
+    assert planned(small(*words))["memory"]["tokens"] == window
 
 
 @pytest.mark.parametrize(

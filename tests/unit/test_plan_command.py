@@ -14,6 +14,7 @@ from compress import options, plan
 from compress.errors import UserError
 from compress.plan import main
 from compress.planning import study
+from compress.planning.shape import read_model, shape_of
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,6 +75,13 @@ def test_the_page_stands_alone(config: Path, requests: Path, tmp_path: Path) -> 
     assert "http" not in page
     assert page.count("<svg") > 10
     assert all(row["scheme"] in page for row in found["schemes"])
+
+
+def test_a_yarn_has_its_longer_window(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    file = tmp_path / "yarn.json"
+    file.write_text(json.dumps(SMALL | {"rope_scaling": yarn}))
+    assert shape_of(read_model(str(file)), "yarn").positions == 2048
 
 
 def test_schemes_that_cannot_be_are_told_once_for_each_reason(
