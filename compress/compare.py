@@ -15,6 +15,7 @@ from pathlib import Path
 from compress import options
 from compress.artifact import write_json, write_text
 from compress.errors import UserError
+from compress.model_path import home
 from compress.report.comparison import comparison
 from compress.report.pages import comparison_page
 
@@ -52,7 +53,7 @@ def _is_option(word: str) -> bool:
     of a sweep do.
     """
     name, equals, _ = word.partition("=")
-    run = "/" in name or Path(word).expanduser().is_dir()
+    run = "/" in name or home(word).is_dir()
     return bool(equals) and (name == "out" or not run)
 
 
@@ -60,12 +61,12 @@ def main(words: list[str]) -> None:
     """Compare the runs that the words name, and print where the page is."""
     given = [word for word in words if _is_option(word)]
     settings = options.parsed(Settings, given)
-    runs = [Path(word).expanduser() for word in words if word not in given]
+    runs = [home(word) for word in words if word not in given]
     if len(runs) < 2:
         raise UserError(
             "wanted two runs or more: python -m compress.compare RUN RUN … [out=FOLDER]"
         )
-    page = write(runs, Path(os.path.expanduser(settings.out)) if settings.out else None)
+    page = write(runs, home(settings.out) if settings.out else None)
     sys.stdout.write(f"{page}\n")
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import os
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -16,7 +15,7 @@ from compress import judged
 from compress.budget.choices import budget_problem
 from compress.errors import ConfigError, UserError
 from compress.given import ENGINES, STAGES
-from compress.model_path import Model
+from compress.model_path import Model, home
 from compress.stage import Stage
 from compress.stages.allocate import Allocate
 from compress.stages.calibrate import Calibrate
@@ -147,7 +146,7 @@ class Config:
         if not self.out:
             name = judged.name_of(self.checkpoint) if self.checkpoint else self.model.name
             self.out = f"runs/{self.recipe}/{name}"
-        self.out = os.path.expanduser(self.out)
+        self.out = str(home(self.out))
 
     def stage(self, name: str) -> Stage:
         """The stage of this name, with its configuration."""

@@ -24,6 +24,7 @@ from compress import options
 from compress.artifact import write_text
 from compress.errors import UserError
 from compress.eval import statistics
+from compress.model_path import home
 
 
 @dataclass(kw_only=True)
@@ -157,13 +158,23 @@ def _compared(values: NDArray[np.float64]) -> dict[str, Any]:
     }
 
 
+def _file(out: str) -> Path:
+    """The file `out`, its folder made. Raises UserError where it cannot be written."""
+    file = home(out)
+    if file.is_dir():
+        raise UserError(f"out={out}: a folder; wanted a file in it")
+    options.folder(file.parent)
+    return file
+
+
 def main(words: list[str]) -> None:
     """Evaluate, and print each task's figures as JSON."""
     settings = options.parsed(Settings, words)
+    out = _file(settings.out) if settings.out else None  # before what takes long
     folders = {"after": settings.folder, "before": settings.original}
     results = {
         when: evaluate(
-            Path(folder).expanduser(),
+            home(folder),
             [name.strip() for name in settings.tasks.split(",")],
             limit=settings.limit,
             batch_size=settings.batch_size,
@@ -178,10 +189,8 @@ def main(words: list[str]) -> None:
     if settings.original is not None:
         shown = paired(results["before"], results["after"])
         whole = {**results, "paired": shown}
-    if settings.out:
-        write_text(
-            Path(settings.out).expanduser(), json.dumps(whole, default=str, ensure_ascii=False)
-        )
+    if out is not None:
+        write_text(out, json.dumps(whole, default=str, ensure_ascii=False))
     sys.stdout.write(json.dumps(shown, indent=2, default=str) + "\n")
 
 

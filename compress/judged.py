@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from compress.errors import UserError
+from compress.model_path import home
 from compress.quantization_config import group_specs
 from compress.sizes import tensor_elements
 from compress.source import describe
@@ -18,7 +19,7 @@ JUDGING = ("serve", "score", "report")
 
 def problem(folder: str, stages: list[str]) -> str | None:
     """What keeps `checkpoint=folder` from being judged by these stages, in words."""
-    if not (Path(folder).expanduser() / "config.json").is_file():
+    if not (home(folder) / "config.json").is_file():
         return f"checkpoint={folder}: no config.json there; wanted a model's folder"
     others = [name for name in stages if name not in JUDGING]
     if others:
@@ -31,7 +32,7 @@ def problem(folder: str, stages: list[str]) -> str | None:
 
 def refuse(folder: str, original: PretrainedConfig) -> None:
     """Raise UserError where the checkpoint's outputs are not for the tokens of the original's."""
-    found = describe(Path(folder).expanduser())
+    found = describe(home(folder))
     size = found.get("vocab_size", found.get("text_config", {}).get("vocab_size"))
     wanted = original.get_text_config().vocab_size
     if size not in (None, wanted):
@@ -45,7 +46,7 @@ def name_of(folder: str) -> str:
     """The folder's name; of one that is called `checkpoint`, as in runs/RECIPE/MODEL/checkpoint,
     those of the two folders around it too: runs of several recipes differ in these alone.
     """
-    path = Path(os.path.abspath(Path(folder).expanduser()))
+    path = Path(os.path.abspath(home(folder)))
     return "-".join(path.parts[1:][-3:]) if path.name == "checkpoint" else path.name
 
 

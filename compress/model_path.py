@@ -38,10 +38,17 @@ class Model:
     def name(self) -> str:
         """A short name for folders and titles."""
         # Absolute, since `.` and `..` name nothing; links keep the name that the user gave them.
-        path = Path(os.path.abspath(os.path.expanduser(self.path)))
+        path = Path(os.path.abspath(home(self.path)))
         if path.parts[-2:] == ("stages", "source"):  # a model that a run made, or converted
             path = path.parent.parent
         return path.name.removesuffix(".gguf") or "model"
+
+
+def home(path: str | Path) -> Path:
+    """The path with `~` as the user's home, `~NAME` as that of another; as typed where there is no
+    such user, to be told as any path that is not there.
+    """
+    return Path(os.path.expanduser(path))
 
 
 def locate(model: Model) -> Path:
@@ -59,7 +66,7 @@ def local(path: str) -> Path | None:
     """
     if path.startswith(PACKAGE):
         return _in_package(path.removeprefix(PACKAGE))
-    place = Path(os.path.expanduser(path))
+    place = home(path)
     if place.is_dir() or (place.is_file() and place.suffix == ".gguf"):
         return place
     if place.exists():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from compress import log
 from compress.errors import UserError
+from compress.model_path import home
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def parsed(kind: type[T], words: Sequence[str]) -> T:
 
 def folder(out: str | Path) -> Path:
     """The folder `out`, made where there is none. Raises UserError where it cannot be written."""
-    place = Path(os.path.expanduser(out))
+    place = home(out)
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -14,7 +14,7 @@ from compress.config import Config
 from compress.errors import GateError, UserError
 from compress.eval import gate
 from compress.machine import PeakDisk, PeakMemory, hardware, packages, release_memory
-from compress.model_path import TINY, local, locate
+from compress.model_path import TINY, home, local, locate
 from compress.stage import Run
 from compress.stages.report import CARD
 from compress.steps import MANIFESTS, Step, plan_steps, refuse_gaps, unmade
@@ -91,7 +91,7 @@ def _run_steps(
     if original is not None:
         artifacts["dense"] = original
     if config.checkpoint is not None:
-        artifacts["checkpoint"] = Path(config.checkpoint).expanduser()
+        artifacts["checkpoint"] = home(config.checkpoint)
     for step in steps:
         manifest, done = step.made(), step.name not in ahead
         if done and manifest is None:

@@ -20,14 +20,13 @@ Prints what fits and the advice, and writes both files. docs/planning.md says ho
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress import options
 from compress.artifact import write_json, write_text
 from compress.errors import ConfigError
 from compress.given import ENGINES, SIZE, parse_size
-from compress.model_path import Model
+from compress.model_path import Model, home
 from compress.planning import advice, page, tables
 from compress.planning.devices import CPU, GPUS, Device, first_with
 from compress.planning.requests import read_requests
@@ -89,7 +88,7 @@ def main(words: list[str]) -> None:
     from compress.planning.study import Question, study
 
     config = read_model(asked.model)
-    place = Path(asked.model).expanduser().absolute()
+    place = home(asked.model).absolute()
     folder = place.parent if place.name == "config.json" else place
     name = folder.stem if folder.is_file() else Model(path=str(folder)).name
     shape = shape_of(config, name)

@@ -7,10 +7,10 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from compress import options
 from compress.errors import ConfigError, UserError
+from compress.model_path import home
 from compress.runtime import devices
 
 SENTENCE = 16
@@ -55,7 +55,7 @@ def main(words: list[str]) -> None:
     """Read the text, summarize its parts, print the answer."""
     asked = options.parsed(Options, words)
     try:
-        text = Path(asked.file).expanduser().read_text(encoding="utf-8").strip()
+        text = home(asked.file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"file={asked.file}: cannot be read as text: {error}") from error
     if not text:
@@ -66,7 +66,7 @@ def main(words: list[str]) -> None:
     from compress.runtime.summary import summarize
 
     model, tokenizer = load_with_tokenizer(
-        Path(asked.checkpoint).expanduser(),
+        home(asked.checkpoint),
         device=asked.device,
         backend=asked.backend,
         trust_remote_code=asked.trust_remote_code,

@@ -8,7 +8,6 @@ it makes is a complete Hugging Face folder, and every weight matrix takes groups
 
 import math
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from compress.errors import UserError
+from compress import options
+from compress.errors import ConfigError, UserError
 from compress.log import one_bar, progress
+from compress.model_path import home
 from compress.text.documents import Data, split
 
 VOCABULARY = 1024
@@ -36,6 +37,24 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """out: the folder to make. steps: of training. seed: of the weights and the windows drawn."""
+
+    out: str = "runs/models/tiny"
+    steps: int = STEPS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value}; wanted 0 or more"
+            for name, value in (("steps", self.steps), ("seed", self.seed))
+            if value < 0
+        ]
+        if problems:
+            raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
@@ -205,21 +224,13 @@ def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: P
     aside.rename(folder)
 
 
-def main(arguments: list[str]) -> None:
-    """Read `key=value` arguments, train, and print what came of it."""
-    settings = {"out": "runs/models/tiny", "steps": str(STEPS), "seed": "0"}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key not in settings or not value:
-            raise UserError(f"{argument!r} is not an option; wanted out=DIR, steps=N or seed=N")
-        settings[key] = value
-    for key in ("steps", "seed"):
-        if not settings[key].isdecimal():
-            raise UserError(f"{key} is {settings[key]!r}; wanted a whole number")
-    folder = Path(settings["out"]).expanduser()
+def main(words: list[str]) -> None:
+    """Read `field=value` words, train, and print what came of it."""
+    settings = options.parsed(Settings, words)
+    folder = home(settings.out)
     if folder.exists():
         raise UserError(f"{folder} is there already; remove it, or name another folder by out=")
-    losses = make_tiny(folder, steps=int(settings["steps"]), seed=int(settings["seed"]))
+    losses = make_tiny(folder, steps=settings.steps, seed=settings.seed)
     print(
         f"{folder}: held-out loss {losses.heldout:.2f} nats a token after {losses.steps} steps "
         f"(word frequencies alone: {losses.unigram:.2f})"
@@ -227,7 +238,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(str(error))
+    options.run(main, __doc__ or "")

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from compress.report.words import plain, significant
-
 
 @dataclass(kw_only=True)
 class Gate:
@@ -69,22 +67,16 @@ def broken(
         if took is None:
             found.append(f"no token was timed, at most {gate.token_ms:g} ms allowed")
         elif not took <= gate.token_ms:
-            found.append(
-                f"{_over(took, gate.token_ms)} ms a token, at most {gate.token_ms:g} allowed"
-            )
+            digits = _telling(took, gate.token_ms)
+            found.append(f"{took:{digits}} ms a token, at most {gate.token_ms:g} allowed")
     return found
 
 
-def _over(took: float, limit: float) -> str:
-    """`took`, in as many digits as show that it is over the limit."""
-    rounded = (float(f"{took:.{digits}g}") for digits in (4, 7))
-    return next((plain(value) for value in rounded if value > limit), repr(took))
-
-
-def _above(drop: float, limit: float) -> str:
-    """A drop of a score, in as many decimals as show that it is above the limit."""
-    rounded = (f"{drop:.{decimals}f}" for decimals in (1, 4))
-    return next((said for said in rounded if float(said) > limit), repr(drop))
+def _telling(value: float, limit: float) -> str:
+    """The format with the fewest decimals, 1 to 4, that tells `value` from the limit below it; one
+    with all its digits where these do not.
+    """
+    return next((f",.{n}f" for n in range(1, 5) if round(value, n) > limit), "")
 
 
 def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
@@ -102,10 +94,10 @@ def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
         row = first[name]
         drop = row["before"] - row["after"]
         if not drop <= most:
+            digits = _telling(drop, most)
             found.append(
-                f"{name}, {row['metric']} fell {_above(drop, most)} points "
-                f"({significant(row['before'])} to {significant(row['after'])}), at most {most:g} "
-                "allowed"
+                f"{name}, {row['metric']} fell {drop:{digits}} points "
+                f"({row['before']:{digits}} to {row['after']:{digits}}), at most {most:g} allowed"
             )
     return found
 

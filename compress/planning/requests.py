@@ -10,12 +10,12 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from compress.errors import UserError
+from compress.model_path import home
 
 UNIFORM = re.compile(r"(\d+)x(\d+)")
 UNIFORM_COUNT = 64
@@ -65,7 +65,7 @@ def read_requests(source: str, rate: float | None = None, seed: int = 0) -> list
 
 
 def _lines(source: str) -> list[tuple[str, Any]]:
-    file = Path(source).expanduser()
+    file = home(source)
     try:
         content = file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: no path

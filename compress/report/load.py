@@ -8,6 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from compress.errors import UserError
+from compress.model_path import home
 from compress.report import plots, words
 from compress.report.plots import Scales, Series, axis
 
@@ -22,7 +23,7 @@ OTHERS = ("aside", "fourth", "fifth")
 
 def read(folder: str) -> dict[str, Any]:
     """The load.json of a folder that the bench wrote. Raises UserError where there is none."""
-    file = Path(folder).expanduser() / FILE
+    file = home(folder) / FILE
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         requests = found["open_loop"]["requests"]
@@ -45,11 +46,11 @@ def loads(folders: Sequence[str], known: Mapping[str, Path]) -> list[dict[str, A
     """What the report keeps of each load. `name`: that of the model in `known` which is in the
     folder that was loaded (`original`, `compressed`), else the folder as it was called.
     """
-    places = {place.expanduser().resolve(): name for name, place in known.items()}
+    places = {home(place).resolve(): name for name, place in known.items()}
     kept = []
     for found in map(read, folders):
         opened = {k: v for k, v in found["open_loop"].items() if k != "moments"}
-        place = Path(found["checkpoint"]).expanduser().resolve()
+        place = home(found["checkpoint"]).resolve()
         name = places.get(place, found["checkpoint"])
         kept.append({"name": name, **{key: found[key] for key in KEPT}, "open_loop": opened})
     return kept

@@ -14,6 +14,7 @@ from compress.artifact import Artifact, once
 from compress.errors import ConfigError, UserError
 from compress.eval.own import named
 from compress.log import logger
+from compress.model_path import home
 from compress.report.words import several
 from compress.source import describe
 from compress.stage import Run
@@ -124,7 +125,7 @@ class Distill:
         """The folder of the other teacher, if any; raises UserError where no model is there."""
         if self.teacher is None or self.endpoint is not None:
             return None
-        folder = Path(self.teacher).expanduser()
+        folder = home(self.teacher)
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"distill.teacher={self.teacher}: no config.json there; wanted the folder of a "

@@ -14,6 +14,7 @@ from compress.eval.gate import Gate
 from compress.eval.own import named
 from compress.eval.tasks import TASKS, shortened
 from compress.log import logger
+from compress.model_path import home
 from compress.report.words import several, significant
 from compress.source import shortest_window
 from compress.stage import Run
@@ -127,7 +128,7 @@ class Score:
         """
         if self.text is None:
             return heldout_text(data)
-        file = Path(self.text).expanduser()
+        file = home(self.text)
         try:
             return file.read_text(encoding="utf-8"), file.name
         except (OSError, UnicodeDecodeError) as error:
@@ -136,7 +137,7 @@ class Score:
     def _originals(self) -> Path | None:
         if self.originals is None:
             return None
-        return Path(self.originals).expanduser() / f"version{self.version}"
+        return home(self.originals) / f"version{self.version}"
 
     def _windows(self, text: str, tokenizer: PreTrainedTokenizerBase, context: int) -> Tensor:
         length = min(self.window_tokens, context)

@@ -16,6 +16,7 @@ from compress.artifact import Artifact, once
 from compress.errors import ConfigError, UserError
 from compress.log import logger
 from compress.model import BlockModel, storage_dtype
+from compress.model_path import home
 from compress.sizes import tensor_bytes, tensor_elements
 from compress.source import describe, read_config
 from compress.stage import Run
@@ -117,7 +118,7 @@ class Shrink:
         """The folder of the given student, if any; raises UserError where no model is there."""
         if self.student is None:
             return None
-        folder = Path(self.student).expanduser()
+        folder = home(self.student)
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"shrink.student={self.student}: no config.json there; wanted the folder of a model"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import ConfigError, UserError
+from compress.model_path import home
 from compress.text import pieces
 
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -131,7 +132,7 @@ def _is_chat(value: Any) -> bool:
 def _rows(data: Data, path: str) -> list[dict[str, Any]]:
     import datasets
 
-    local = Path(path).expanduser()
+    local = home(path)
     if pieces.is_large(path):
         return _pieces(path, data.messages or data.field)
     if local.is_file():
@@ -180,7 +181,7 @@ def _wrong_in(file: Path) -> str | None:
 
 def _pieces(path: str, column: str) -> list[dict[str, Any]]:
     try:
-        return list(pieces.rows(Path(path).expanduser(), column))
+        return list(pieces.rows(home(path), column))
     except (OSError, ValueError) as error:  # pyarrow's are among them
         raise UserError(f"data.path={path}: cannot be read: {error}") from error
 
@@ -222,7 +223,7 @@ def plain(document: Document) -> str:
 
 def on_hub(data: Data) -> bool:
     """Whether `data.path` is taken for a data set of the hub: no file, nor named like one."""
-    path = Path(data.path or "").expanduser()
+    path = home(data.path or "")
     return bool(data.path) and not path.exists() and path.suffix == ""
 
 
@@ -230,7 +231,7 @@ def fingerprint(data: Data) -> str:
     """A hash of what the data say, so that a changed file is noticed; of its name, for the hub."""
     if on_hub(data):
         name = f"hub:{data.path}@{data.revision}:{data.subset}:{data.split}"
-        file = Path(data.heldout or "").expanduser()
+        file = home(data.heldout or "")
         if not file.is_file():
             return name
         with file.open("rb") as opened:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from compress.model_path import home
+
 LARGEST = 16 << 20
 """Bytes of a file that are read; a larger one is read in PIECES. English gives 4 million tokens,
 two thousand windows of 2048."""
@@ -15,7 +17,7 @@ CONTINUATION = bytes(range(0x80, 0xC0))  # bytes inside a UTF-8 character, never
 
 def is_large(path: str | None) -> bool:
     """Whether `path` is a local file that is read in pieces."""
-    file = Path(path or "").expanduser()
+    file = home(path or "")
     spread = file.suffix in (".txt", ".jsonl", ".parquet")
     return spread and file.is_file() and file.stat().st_size > LARGEST
 

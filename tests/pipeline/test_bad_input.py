@@ -190,6 +190,7 @@ def test_patterns_and_groups_that_fit_nothing(cli: Cli, tiny_model: Path) -> Non
         (["quantize=w4a16", "quantize.group_size=100"], "group size 100 cannot be"),
         (["quantize.keep=lm_haed"], "keep: 'lm_haed' matches no linear"),
         (["score.text=nowhere.txt"], "score.text=nowhere.txt: cannot be read as text"),
+        (["score.text=~no-user/x"], "score.text=~no-user/x: cannot be read as text"),
         (["serve.backend=triton"], "backend triton needs a cuda or xpu device"),
     ],
 )

@@ -280,7 +280,7 @@ def test_a_sweep_makes_a_run_of_each_and_sets_them_side_by_side(
         ),
         (
             ["out=a,b,./b/../a"],
-            "job 3 of 3 (out=./b/../a): its folder is ./b/../a, as that of job 1; wanted one for",
+            "job 3 of 3 (out=./b/../a): its folder is b/../a, as that of job 1; wanted one for",
         ),
         (
             ["quantize=w8a8,w4a16", "only=quantize,export", "out=both"],
@@ -513,7 +513,7 @@ def test_a_token_that_takes_too_long_ends_with_status_3(
     median = json.loads((stages / "serve.json").read_text())["metrics"]["after"]["tpot_ms"]["p50"]
     assert status == 3
     said = last.removeprefix(f"compress: {tmp_path}: score.gate is broken: ")
-    assert float(said.split(" ms a token, at most 0.001 allowed")[0]) == pytest.approx(median, 1e-3)
+    assert float(said.split(" ms a token, at most 0.001 allowed")[0]) == pytest.approx(median, abs=0.05)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["gate"] == {"kl": 0.2, "tasks": {}, "token_ms": 0.001, "broken": [said]}
     assert report["verdict"]["findings"][0]["text"] == f"{said}."

@@ -123,6 +123,7 @@ def test_a_client_that_does_not_read_is_cut_off(folder: Path) -> None:
         ([], "checkpoint is not given; wanted checkpoint=…"),
         (["checkpoint=nowhere"], "nowhere: no config.json there; wanted a checkpoint's folder"),
         (["checkpoint=~/nowhere"], f"{Path.home()}/nowhere: no config.json there"),
+        (["checkpoint=~no-user/x"], "~no-user/x: no config.json there"),
         (["checkpoint"], "checkpoint: no option; wanted field=value, of checkpoint, name, "),
         (["checkpoint=a", "prt=1"], "prt: no such option; did you mean port?"),
         (["checkpoint=a", "port=x"], "port=x: Value 'x' of type 'str' could not be converted to "),

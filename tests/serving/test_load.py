@@ -250,7 +250,9 @@ def test_a_mistake_in_the_options_is_one_line_and_leaves_no_folder(
         (["running=0"], "running is 0; wanted at least 1"),
         (["checkpoint=nowhere"], "nowhere: no config.json there"),
         (["checkpoint=~/nowhere"], f"{Path.home()}/nowhere: no config.json there"),
+        (["checkpoint=~no-user/x"], "~no-user/x: no config.json there"),
         ([f"checkpoint={folder}", "workload=chats"], "workload=chats: no such file"),
+        ([f"checkpoint={folder}", "workload=~no-user/x"], "workload=~no-user/x: no such file"),
     ):
         with pytest.raises(UserError, match=message):
             bench.main(["checkpoint=a", f"out={tmp_path / 'runs' / 'load'}", *words])

@@ -150,6 +150,33 @@ def test_the_command_sets_a_model_beside_its_original(
     assert json.loads((tmp_path / "out.json").read_text()).keys() == {"before", "after", "paired"}
 
 
+def test_where_the_result_goes_is_settled_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[Path] = []
+
+    def evaluate(folder: Path, tasks: list[str], **_: object) -> dict[str, Any]:
+        measured.append(folder)
+        return {"results": {tasks[0]: {"acc": 0.5}}}
+
+    monkeypatch.setattr(harness, "evaluate", evaluate)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    words = ["folder=~no-user/m", "tasks=sums"]
+    for out, said in (
+        (".", r"^out=\.: a folder; wanted a file in it$"),
+        ("file/x.json", r"^out=file: cannot be written \(File exists\)$"),
+    ):
+        with pytest.raises(UserError, match=said):
+            harness.main([*words, f"out={out}"])
+    assert measured == []
+    harness.main([*words, "out=~no-user/x.json"])
+    assert measured == [Path("~no-user/m")]
+    written = json.loads((tmp_path / "~no-user/x.json").read_text())
+    assert written == {"results": {"sums": {"acc": 0.5}}}
+    assert json.loads(capsys.readouterr().out) == {"sums": {"acc": 0.5}}
+
+
 def test_without_the_harness_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"pip install 'compress-llm\[harness\]'"):

@@ -397,6 +397,11 @@ def test_requests_that_cannot_be_read_are_told_by_why(tmp_path: Path, name: str,
         read_requests(f"{tmp_path}/{name}")
 
 
+def test_requests_in_the_home_of_nobody_are_no_such_file() -> None:
+    with pytest.raises(UserError, match=r"^requests=~no-user/x: no such file"):
+        read_requests("~no-user/x")
+
+
 def test_a_config_file_is_enough_and_what_is_none_is_said(tmp_path: Path) -> None:
     file = tmp_path / "small.json"
     file.write_text(json.dumps(SMALL))

@@ -280,6 +280,8 @@ def test_the_page_links_to_the_runs_own_reports(tmp_path: Path) -> None:
 def test_what_is_no_run_is_told(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere: no report\.json; wanted the folder of a run"):
         comparison([runs[0], tmp_path / "nowhere"])
+    with pytest.raises(UserError, match=r"^~no-user/x: no report\.json; wanted the folder"):
+        compare.main(["~no-user/x", "~no-user/y"])
     with pytest.raises(UserError, match="the same run is given twice"):
         comparison([runs[0], runs[0]])
     (runs[1] / "report.json").write_text("{}")

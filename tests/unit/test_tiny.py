@@ -135,11 +135,32 @@ def test_command_prints_the_loss(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
+def test_command_takes_a_folder_of_nobody_s_home_as_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[tuple[Path, int, int]] = []
+
+    def make(folder: Path, *, steps: int, seed: int) -> tiny.TinyLosses:
+        asked.append((folder, steps, seed))
+        return tiny.TinyLosses(6.0, 4.0, steps)
+
+    monkeypatch.setattr(tiny, "make_tiny", make)
+    main(["out=~no-user/x", "steps=2"])
+    assert asked == [(Path("~no-user/x"), 2, 0)]
+    assert capsys.readouterr().out.startswith("~no-user/x: held-out loss 4.00 nats a token after 2")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["steps=many"], "steps is 'many'; wanted a whole number"),
-        (["size=7"], "'size=7' is not an option; wanted out=DIR, steps=N or seed=N"),
+        (
+            ["steps=many"],
+            "steps=many: Value 'many' of type 'str' could not be converted",
+        ),
+        (["steps=-1", "seed=-2"], "^steps is -1; wanted 0 or more\nseed is -2; wanted 0 or more$"),
+        (["seed=1", "seed=2"], "^seed is given twice, as 1 and 2; wanted one$"),
+        (["size=7"], "size: no such option; there are out, steps, seed"),
         (["out=."], "is there already; remove it, or name another folder"),
     ],
 )

@@ -4,13 +4,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from compress.log import logger
 from compress.machine import hardware, packages
+from compress.model_path import home
 from compress.report import words
 from compress.runtime.attention import in_words
 from compress.runtime.load import figures
@@ -28,7 +28,7 @@ def prepared(settings: Options) -> tuple[PreTrainedModel, list[LoadRequest]]:
     """The checkpoint, loaded, and the requests of the workload; tells how many had to be cut."""
     limits = settings.limits()
     model, tokenizer = load_with_tokenizer(
-        Path(settings.checkpoint).expanduser(),
+        home(settings.checkpoint),
         device=settings.device,
         backend=settings.backend,
         trust_remote_code=settings.trust_remote_code,

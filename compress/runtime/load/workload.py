@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from compress.errors import UserError
+from compress.model_path import home
 from compress.runtime.generate import encode
 
 SHORTEST = 2
@@ -68,7 +69,7 @@ def requests(
         lengths = [(_drawn(mix.prompt, draw), _drawn(mix.answer, draw)) for _ in range(number)]
         made = [LoadRequest(_words(n, vocabulary, draw), new) for n, new in lengths]
         return [_fitted(request, context) for request in made]
-    path = Path(workload).expanduser()
+    path = home(workload)
     lines = _lines(path, workload)
     chosen = draw.permutation(np.resize(np.arange(len(lines)), number))
     found = [

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.errors import UserError
 from compress.log import logger
+from compress.model_path import home
 from compress.runtime.generate import encode, greedy_config
 from compress.runtime.loader import load_with_tokenizer
 from compress.runtime.server.answers import Served
@@ -30,7 +31,7 @@ POLL_SECONDS = 0.1
 
 def served(settings: Options) -> Served:
     """Load the checkpoint and put an engine around it."""
-    folder, limits = Path(settings.checkpoint).expanduser(), settings.limits()
+    folder, limits = home(settings.checkpoint), settings.limits()
     model, tokenizer = load_with_tokenizer(
         folder,
         device=settings.device,
