@@ -14,7 +14,7 @@ from compress.eval.items import records
 from compress.eval.own import named
 from compress.eval.tasks import TASKS, Task
 from compress.given import STAGES
-from compress.model_path import TINY, locate
+from compress.model_path import TINY, home, locate
 from compress.stage import Stage
 from compress.text import documents
 
@@ -73,7 +73,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
     if path is not None and path.is_dir():
         source.read_config(path, config.model.trust_remote_code)
     content = source.fingerprint(path) if path else TINY
-    text = Path(config.score.text or "").expanduser()
+    text = home(config.score.text or "")
     teacher = config.distill.teacher_folder() if "distill" in config.stages else None
     student = config.shrink.student_folder() if "shrink" in config.stages else None
     shared = {
@@ -106,7 +106,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
         stages.insert(0, source.Source())
 
     if config.checkpoint is not None:
-        kinds["checkpoint"] = source.fingerprint(Path(config.checkpoint).expanduser())
+        kinds["checkpoint"] = source.fingerprint(home(config.checkpoint))
 
     steps: list[Step] = []
     absent: set[str] = set()  # neither on disk nor run now: nothing is made from them
@@ -265,6 +265,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any], config: Config) -> 
     """What differs between two keys, by the fields that the user sets, with the values as far as
     they are known: of files a key has a hash of what they hold.
     """
+    shrunk, shrinks = ("shrink" in key.get("scheme", {}) for key in (old, new))
     told = []
     for name, (was, now) in changes(old, new).items():
         if name in CONTENT:
@@ -278,9 +279,12 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any], config: Config) -> 
                 told.append(f"{field} is {value}, another {what} than before")
         elif name.startswith(("score_tasks.", "distill_tasks.")):
             told.append(f"what the task {name.partition('.')[2]} asks has changed")
+        elif name.startswith("scheme.shrink.") and shrunk != shrinks:
+            told.append(f"shrink was {'' if shrunk else 'not '}run before")
         else:
-            told.append(f"{FIELDS.get(name, name)} was {was}, is now {now}")
-    return told
+            field = FIELDS.get(name, name.removeprefix("scheme."))
+            told.append(f"{field} was {was}, is now {now}")
+    return list(dict.fromkeys(told))
 
 
 def _settings(stage: Stage, key: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +155,29 @@ def test_keys_are_told_apart_in_the_user_s_words(small: Small) -> None:
         "distill.teacher was null, is now /t",
         "the stage's version was 1, is now 2",
     ]
+
+
+SHRINK = {"blocks": 2, "mlp": None}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        ({"budget": "60MB"}, {"budget": "50MB"}, ['budget was "60MB", is now "50MB"']),
+        ({}, {"shrink": SHRINK}, ["shrink was not run before"]),
+        ({"shrink": SHRINK}, {}, ["shrink was run before"]),
+        ({"shrink": SHRINK}, {"shrink": SHRINK | {"blocks": 3}}, ["shrink.blocks was 2, is now 3"]),
+        (
+            {"keep": [], "shrink": SHRINK},
+            {"keep": ["x"]},
+            ['quantize.keep was [], is now ["x"]', "shrink was run before"],
+        ),
+    ],
+)
+def test_what_the_budget_is_divided_by_is_told_in_the_user_s_words(
+    small: Small, before: dict[str, Any], now: dict[str, Any], told: list[str]
+) -> None:
+    assert steps._changed({"scheme": before}, {"scheme": now}, small()) == told
 
 
 def test_only_runs_one_stage_from_what_is_on_disk(small: Small) -> None:
