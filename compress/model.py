@@ -21,6 +21,7 @@ from compress.errors import UserError
 from compress.machine import trim_heap
 from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import assign, swap_linears, take_quantization, without_weights
+from compress.source import UNREADABLE, reason_of
 from compress.tensors import TensorFiles
 
 
@@ -216,12 +217,20 @@ def _get(module: nn.Module, name: str) -> Tensor:
 def skeleton(
     config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model with no weights: parameters on the meta device, buffers computed."""
+    """The model with no weights: parameters on the meta device, buffers computed.
+
+    Raises UserError for a configuration of which transformers can make no model.
+    """
     config = copy.deepcopy(config)  # which would be told this dtype in place of the stored one
-    with without_weights():
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+    try:
+        with without_weights():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+    except UNREADABLE as error:
+        raise UserError(
+            f"config.json: transformers can make no {config.model_type} of it ({reason_of(error)})"
+        ) from error
     return model.eval().requires_grad_(False)
 
 

@@ -24,18 +24,22 @@ from compress.tensors import TensorFiles
 UNREADABLE = (
     OSError,
     ValueError,
+    TypeError,
     KeyError,
+    AttributeError,
+    AssertionError,
     ImportError,
     ZeroDivisionError,
     StrictDataclassError,
 )
-"""What transformers raises for a configuration that it cannot make."""
+"""What transformers raises for a configuration, or a model of it, that it cannot make."""
 SIZES = {
     "hidden_size": 100_000,
     "intermediate_size": 1_000_000,
     "num_hidden_layers": 1_000,
     "num_attention_heads": 10_000,
     "num_key_value_heads": 10_000,
+    "head_dim": 10_000,
     "vocab_size": 10_000_000,
     "max_position_embeddings": 1_000_000_000,
 }
@@ -94,7 +98,9 @@ def refuse_sizes(config: PretrainedConfig, fields: Mapping[str, Any], where: str
     problems = [
         f"{names[name]} is {value}; wanted 1 to {most:,}"
         for name, most in SIZES.items()
-        if isinstance(value := getattr(text, name, None), int) and not 1 <= value <= most
+        if {name, names[name]} & given  # not what follows from another, as head_dim may
+        and isinstance(value := getattr(text, name, None), int)
+        and not 1 <= value <= most
     ]
     if problems:
         raise UserError(f"{where}: {'; '.join(problems)}")
@@ -131,7 +137,8 @@ def shortest_window(folders: Iterable[Path], trust_remote_code: bool) -> int:
 def reason_of(error: Exception) -> str:
     """The two lines of an error that name the field and what is wrong with it."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    return " ".join(lines[:2]) or type(error).__name__
+    bare = isinstance(error, KeyError) and " " not in str(error)  # the name alone
+    return " ".join(lines[:2]) + ": no such name" * bare or type(error).__name__
 
 
 def _auto_map(folder: Path) -> dict[str, Any]:

@@ -4,18 +4,17 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from compress.blocks.structure import head_names
 from compress.errors import UserError
 from compress.model import find_blocks, skeleton, storage_dtype, tied_names
+from compress.model_path import home
 from compress.runtime.cache import KV_CACHES, bytes_per_token
-from compress.source import read_config, reason_of, refuse_sizes
+from compress.source import UNREADABLE, read_config, reason_of, refuse_sizes
 from compress.support import refuse_unsupported
 from compress.training.scaling import window_of
 
@@ -57,7 +56,7 @@ def read_model(path: str) -> PretrainedConfig:
 
     Raises UserError where there is none, and for what this project cannot compress.
     """
-    place = Path(path).expanduser()
+    place = home(path)
     if place.is_dir():
         return read_config(place, trust_remote_code=False)
     if not place.is_file():
@@ -71,7 +70,7 @@ def read_model(path: str) -> PretrainedConfig:
                 f"model_type is {fields['model_type']!r}; wanted one such as llama or qwen2"
             )
         config = AutoConfig.for_model(**fields)
-    except (OSError, ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"model={path}: not a config.json that transformers knows ({reason_of(error)})"
         ) from error
@@ -81,7 +80,10 @@ def read_model(path: str) -> PretrainedConfig:
 
 
 def shape_of(config: PretrainedConfig, name: str, blocks: int | None = None) -> Shape:
-    """The shape of a model by its configuration. blocks: the first so many only, for a student."""
+    """The shape of a model by its configuration. blocks: the first so many only, for a student.
+
+    Raises UserError for a configuration of which transformers can make no model.
+    """
     config = _cut(config, blocks) if blocks else config
     text = config.get_text_config()
     model = skeleton(config, torch.bfloat16)

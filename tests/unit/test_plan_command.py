@@ -129,6 +129,7 @@ def test_a_scheme_that_is_none_and_one_that_does_not_fit_are_told_apart(
         (["model=x", "rate=no"], "rate=no"),
         (["model=x", "speed=1"], "speed: no such option"),
         (["model=x"], "model=x: no such file"),
+        (["model=~no-user/x"], "model=~no-user/x: no such file"),
     ],
 )
 def test_a_mistake_ends_with_one_line_and_status_2(
@@ -171,6 +172,17 @@ def test_a_mistake_ends_with_one_line_and_status_2(
         ({"model_type": "gpt2"}, "with n_layer, n_embd and the like$"),
         ({"model_type": "gpt2", "n_layer": 0}, "json: n_layer is 0; wanted 1 to 1,000$"),
         (SMALL | {"num_attention_heads": 0}, "not a config.json that transformers knows"),
+        (SMALL | {"head_dim": 0}, "json: head_dim is 0; wanted 1 to 10,000$"),
+        (
+            SMALL | {"rope_scaling": {"rope_type": "x"}},
+            r"^config.json: transformers can make no llama of it \('x': no such name\)$",
+        ),
+        (
+            SMALL | {"rope_scaling": {"rope_type": "yarn"}},
+            "not a config.json that transformers knows .*Missing required keys",
+        ),
+        (SMALL | {"dtype": "x"}, "not a config.json that transformers knows .*no attribute 'x'"),
+        (SMALL | {"pad_token_id": 1000}, r"can make no llama of it \(Padding_idx must be within"),
     ],
 )
 def test_a_config_that_is_none_is_told_by_what_is_wrong(

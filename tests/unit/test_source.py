@@ -8,7 +8,7 @@ import pytest
 
 from compress import source
 from compress.errors import UserError
-from compress.model_path import Model, locate
+from compress.model_path import Model, home, locate
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,14 @@ def test_every_path_has_a_name(
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
     assert Model(path=path).name == name
+
+
+def test_a_tilde_is_a_home_where_there_is_such_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    found = [str(home(path)) for path in ("~", "~/x", Path("~/x"), "~no-user/x", "a~/x", "")]
+    assert found == [
+        *("/home/someone", "/home/someone/x", "/home/someone/x", "~no-user/x", "a~/x", "."),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,11 +75,14 @@ def test_a_known_architecture_needs_no_code_of_its_folder(tiny_model: Path, tmp_
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; wanted 1 to 1,000"),
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000; wanted 1 to 10,000,000"),
         ({"num_attention_heads": 0}, "not a model that transformers knows"),
+        ({"head_dim": 0}, "head_dim is 0; wanted 1 to 10,000"),
+        ({"model_type": ["llama"]}, "not a model that transformers knows"),
+        ({"dtype": "x"}, "not a model that transformers knows"),
         (None, "model_type is llama, no sizes are given; wanted the config.json of a model"),
     ],
 )
 def test_sizes_that_no_model_has_are_refused(
-    tiny_model: Path, tmp_path: Path, fields: dict[str, int] | None, said: str
+    tiny_model: Path, tmp_path: Path, fields: dict[str, object] | None, said: str
 ) -> None:
     config = json.loads((tiny_model / "config.json").read_text())
     config = {"model_type": "llama"} if fields is None else config | fields
