@@ -39,16 +39,18 @@ def test_each_limit_that_is_broken_is_said_in_words() -> None:
     assert broken(limits, scores(), served(231.0)) == [
         "KL 0.0500 nats a token, at most 0.04 allowed",
         "knowledge, accuracy fell 10.0 points (60.0 to 50.0), at most 9.5 allowed",
-        "231 ms a token, at most 200 allowed",
+        "231.0 ms a token, at most 200 allowed",
     ]
 
 
 @pytest.mark.parametrize(
     ("after", "most", "said"),
     [
-        (59.96, 0, "fell 0.0400 points (60.0 to 60.0), at most 0 allowed"),
+        (59.96, 0, "fell 0.04 points (60.00 to 59.96), at most 0 allowed"),
         (52.9, 7, "fell 7.1 points (60.0 to 52.9), at most 7 allowed"),
-        (49.96, 10, "fell 10.0400 points (60.0 to 50.0), at most 10 allowed"),
+        (49.9996, 10, "fell 10.0004 points (60.0000 to 49.9996), at most 10 allowed"),
+        (52.5, 7.46, "fell 7.5 points (60.0 to 52.5), at most 7.46 allowed"),
+        (49.96, 10, "fell 10.04 points (60.00 to 49.96), at most 10 allowed"),
     ],
 )
 def test_a_drop_is_told_from_its_limit(after: float, most: float, said: str) -> None:
@@ -72,7 +74,7 @@ def test_a_task_of_which_nothing_was_asked_is_no_pass() -> None:
         (200.3, "200.3 ms a token, at most 200 allowed"),
         (200.04, "200.04 ms a token, at most 200 allowed"),
         (200.0000004, "200.0000004 ms a token, at most 200 allowed"),
-        (12345.0, "12,340 ms a token, at most 200 allowed"),
+        (12345.0, "12,345.0 ms a token, at most 200 allowed"),
         (float("nan"), "nan ms a token, at most 200 allowed"),
         (None, "no token was timed, at most 200 ms allowed"),
     ],
@@ -84,7 +86,7 @@ def test_a_token_that_takes_too_long_is_told_from_the_limit(ms: float | None, sa
 def test_what_was_not_measured_is_no_pass_beside_scores_and_unchecked_without_them() -> None:
     said = ["no token was timed, at most 200 ms allowed"]
     assert broken(LIMITS, scores(), None) == said
-    assert broken(LIMITS, None, served(231.0)) == ["231 ms a token, at most 200 allowed"]
+    assert broken(LIMITS, None, served(231.0)) == ["231.0 ms a token, at most 200 allowed"]
     assert broken(LIMITS, None, served(199.0)) == broken(LIMITS, None, None) == []
     assert LIMITS.checked(scored=True, served=False) == LIMITS
     assert LIMITS.checked(scored=False, served=True) == Gate(token_ms=200)
