@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from compress.report import charts, length, load, words
 from compress.report.diff import word_diff
-from compress.report.tasks import label, unasked
+from compress.report.tasks import could_show, label, unasked
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -114,6 +114,7 @@ def _environment(escape: bool) -> Environment:
         length=length,
         load=load,
         words=words,
+        could_show=could_show,
         label=label,
         unasked=unasked,
         word_diff=word_diff,

@@ -42,6 +42,14 @@ def unseen_loss(task: Task) -> float | None:
     return min(task["before"], 100 * (1 - 0.05 ** (1 / task["n"])))
 
 
+def could_show(task: Task) -> float | None:
+    """The smallest loss, in points of 100, that would have been called more than chance; None where
+    that is none, as where it is more than the original's score.
+    """
+    loss = task["smallest_loss"]
+    return None if loss is None or loss > task["before"] else loss
+
+
 def told(task: Task) -> dict[str, Any]:
     """The record of a task with what the pages say of it: `difference` in points, `change`, and
     `unseen_loss`.
@@ -137,9 +145,8 @@ def blind(tasks: Sequence[Task]) -> str | None:
 
 
 def _least_seen(task: Task) -> float | None:
-    """The smallest loss that would have been called more than chance: infinite where the answers
-    are too few for any, None of grades of which none differs.
+    """The smallest loss that would have been called more than chance: infinite where no loss would,
+    None of grades of which none differs.
     """
-    if task["smallest_loss"] is None and task["metric"] in RIGHT_OR_WRONG:
-        return inf
-    return task["smallest_loss"]
+    graded = task["metric"] not in RIGHT_OR_WRONG
+    return None if graded and task["smallest_loss"] is None else could_show(task) or inf

@@ -156,6 +156,14 @@ def test_a_checkpoint_that_is_judged_has_the_bits_of_its_original(
     assert figures(fixture(tmp_path, "plan"))["bits_per_weight_before"] is None
 
 
+def test_the_tokens_of_the_largest_kl_have_their_article(run: SimpleNamespace) -> None:
+    found = figures(run)
+    number = len(found["fidelity"]["worst"])
+    shown = "".join(Tags(page(found)).words)
+    wanted = rf"The {number} tokens? of the largest KL on that text, each with the likeliest"
+    assert re.search(wanted, shown)
+
+
 def test_text_of_a_model_is_shown_not_run(run: SimpleNamespace) -> None:
     text = page(figures(run))
     assert "<script" not in text

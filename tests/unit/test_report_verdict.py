@@ -1,5 +1,6 @@
 """The verdict says in words what the figures show, and what they cannot show."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,9 @@ def test_a_task_that_the_original_cannot_do_shows_no_loss() -> None:
     [
         ({"smallest_loss": 11.06}, "no loss of less than 11 points"),
         ({"n": 3, "smallest_loss": None}, "no loss"),
+        ({"before": 10.0, "smallest_loss": 10.0}, "no loss of less than 10 points"),
+        ({"before": 10.0, "smallest_loss": 22.5}, "no loss"),
+        ({"before": 3.0, "metric": "rougeL", "smallest_loss": 3.41}, "no loss"),
         ({"metric": "rougeL", "smallest_loss": 3.41}, "no loss of less than 3.4 points"),
         ({"metric": "rougeL", "smallest_loss": None}, None),
         ({"ci95": [-9.0, -2.0], "smallest_loss": 11.06}, None),
@@ -136,6 +140,17 @@ def test_what_cannot_show_is_the_loss_that_the_table_has(
         and f"No clear difference is not none: in {label(task)}, with {items}, {said} would have "
         "been called more than chance."
     )
+
+
+def test_a_loss_larger_than_the_score_is_none_that_could_show(run: SimpleNamespace) -> None:
+    row = run.manifests["score"]["metrics"]["tasks"][2]
+    for before, shown, listed in ((15.0, "−15", "15"), (14.0, "–", "–")):
+        row |= {"before": before, "after": before, "smallest_loss": 15.0}
+        found = figures(run)
+        cells = [line for line in page(found).splitlines() if "<td>short answers" in line]
+        assert re.findall(r'<td class="n">([^<]*)</td>', cells[0])[-2] == shown
+        (line,) = (line for line in short(found).splitlines() if line.startswith("| short answers"))
+        assert line.split(" | ")[-1] == f"{listed} |"
 
 
 def test_few_answers_are_called_perhaps(run: SimpleNamespace) -> None:
