@@ -22,7 +22,7 @@ from compress.report.pages import comparison_page
 
 @dataclass(kw_only=True)
 class Settings:
-    """out: the folder to write into; null: as the runs lie."""
+    """out: the folder to write into; null: beside the runs, or the current folder."""
 
     out: str | None = None
 

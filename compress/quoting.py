@@ -21,9 +21,13 @@ def quoted(text: str) -> str:
 
 
 def typed(word: str) -> str:
-    """A word that `arguments.prepared` gave, as it was typed: a text without Hydra's quotes."""
+    """A word that `arguments.prepared` gave, as it was typed: a text without Hydra's quotes, and a
+    list of one such as the text.
+    """
     name, _, value = word.partition("=")
-    if name.lstrip("+") not in PLAIN or not is_quoted(value):
+    listed = value.startswith("[") and "," not in value
+    value = value[1:-1] if listed else value
+    if not is_quoted(value) or not (listed or name.lstrip("+") in PLAIN):
         return word
     text = value[1:-1].replace("\\'", "'")
     as_it_is = text in ("", "null") or is_quoted(text)  # these mean something without the quotes

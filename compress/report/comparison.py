@@ -28,7 +28,7 @@ APART = 1.1
 """Originals of which one decodes so many times as fast as another were not measured alike."""
 
 
-def comparison(folders: Sequence[Path], out: Path = Path()) -> dict[str, Any]:
+def comparison(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     """The contents of comparison.json, from the report.json of each run's folder.
 
     out: where it will lie, from which `page` leads to the run's own report.html, if it has one.

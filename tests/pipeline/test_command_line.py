@@ -71,6 +71,19 @@ def test_a_prepared_word_is_shown_as_it_was_typed(text: str) -> None:
         assert typed(word) == f"out={text}"
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("stages=plan,report", ["stages=plan", "stages=report"]),
+        ("stages=[plan],[plan,export]", ["stages=[plan]", "stages=[plan,export]"]),
+        ("quantize.keep=*.q_proj,null", ["quantize.keep=*.q_proj", "quantize.keep=['null']"]),
+    ],
+)
+def test_a_job_names_its_lists_as_they_were_typed(given: str, shown: list[str]) -> None:
+    words = arguments.prepared(["recipe=tiny", "seed=1", given, "--multirun"])
+    assert [job.swept for job, _ in arguments.check(words)] == [[word] for word in shown]
+
+
 def test_a_run_s_folder_may_be_in_one_s_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     words = arguments.prepared(["recipe=tiny", "out=~/x"])
@@ -513,7 +526,8 @@ def test_a_token_that_takes_too_long_ends_with_status_3(
     median = json.loads((stages / "serve.json").read_text())["metrics"]["after"]["tpot_ms"]["p50"]
     assert status == 3
     said = last.removeprefix(f"compress: {tmp_path}: score.gate is broken: ")
-    assert float(said.split(" ms a token, at most 0.001 allowed")[0]) == pytest.approx(median, abs=0.05)
+    took = float(said.split(" ms a token, at most 0.001 allowed")[0])
+    assert took == pytest.approx(median, abs=0.05)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["gate"] == {"kl": 0.2, "tasks": {}, "token_ms": 0.001, "broken": [said]}
     assert report["verdict"]["findings"][0]["text"] == f"{said}."

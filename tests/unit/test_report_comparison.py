@@ -43,7 +43,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 def test_rows_hold_what_the_reports_say(runs: list[Path]) -> None:
-    found = comparison(runs)
+    found = comparison(runs, Path())
     assert [row["name"] for row in found["rows"]] == ["original", "w8", "w4", "bad"]
     original, w8, *_ = found["rows"]
     assert (original["bytes"], original["kl"], original["ppl"]) == (269030016, 0.0, 29.22)
@@ -61,14 +61,14 @@ def test_a_token_that_takes_too_long_breaks_the_gate(tmp_path: Path) -> None:
         run(tmp_path / "quick", 0.012, 180_000_000, 81.0, token_ms=200),
         run(tmp_path / "slow", 0.012, 180_000_000, 81.0, token_ms=10),
     ]
-    found = comparison(runs)
+    found = comparison(runs, Path())
     reason = "12.3 ms a token, at most 10 allowed"
     assert [row["gate_broken"] for row in found["rows"]] == [[], [], [reason]]
     assert f"slow breaks its gate: {reason}." in compare.comparison_page(found)
 
 
 def test_a_run_that_another_beats_in_all_is_named(runs: list[Path]) -> None:
-    beaten = {row["name"]: row.get("beaten_by") for row in comparison(runs)["rows"]}
+    beaten = {row["name"]: row.get("beaten_by") for row in comparison(runs, Path())["rows"]}
     assert beaten == {"original": None, "w8": None, "w4": None, "bad": "w8"}
 
 
@@ -78,7 +78,7 @@ def test_what_keeps_runs_from_comparing_is_said(runs: list[Path]) -> None:
     report["fidelity"]["windows"] = 2
     report["hardware"]["cpu"] = "Another CPU"
     file.write_text(json.dumps(report))
-    assert comparison(runs)["remarks"] == [
+    assert comparison(runs, Path())["remarks"] == [
         "KL and perplexity are of different text: w4 beside w8.",
         "Speed was measured on different machines: w4 beside w8.",
     ]
@@ -95,7 +95,7 @@ def change(run: Path, values: dict[str, Any]) -> None:
 
 def test_a_speed_stands_beside_what_its_run_measured_of_the_original(runs: list[Path]) -> None:
     change(runs[1], {"latency.before.decode_tokens_per_s": 60.0})
-    found = comparison(runs)
+    found = comparison(runs, Path())
     original, _, w4, _ = found["rows"]
     assert w4["against"]["decode_tokens_per_s"] == {"original": 60.0, "said": "1.50×\u00a0faster"}
     assert w4["decode_ratio"] == pytest.approx(1.5)
@@ -111,9 +111,9 @@ def test_a_speed_stands_beside_what_its_run_measured_of_the_original(runs: list[
 
 
 def test_speeds_with_prompts_of_different_lengths_rank_nothing(runs: list[Path]) -> None:
-    assert comparison(runs)["rows"][3]["beaten_by"] == "w8"
+    assert comparison(runs, Path())["rows"][3]["beaten_by"] == "w8"
     change(runs[2], {"latency.before.prompt_tokens": 1024})
-    found = comparison(runs)
+    found = comparison(runs, Path())
     assert found["remarks"] == [
         "Speed was measured with prompts of different lengths: 128 tokens (w8 and w4) and "
         "1,024 tokens (bad)."
@@ -128,7 +128,7 @@ def test_of_runs_with_commas_in_their_names_it_is_told_which_had_which_prompt(
     named = [tmp_path / name for name in ("bits=4,seed=1", "bits=4,seed=2", "w8")]
     folders = [run(folder, 0.012, 180_000_000, 81.0) for folder in named]
     change(folders[2], {"latency.before.prompt_tokens": 1024})
-    assert comparison(folders)["remarks"] == [
+    assert comparison(folders, Path())["remarks"] == [
         "Speed was measured with prompts of different lengths: 128 tokens (bits=4,seed=1; and "
         "bits=4,seed=2); and 1,024 tokens (w8)."
     ]
@@ -137,16 +137,16 @@ def test_of_runs_with_commas_in_their_names_it_is_told_which_had_which_prompt(
 def test_what_was_measured_on_another_text_or_machine_is_not_beaten(runs: list[Path]) -> None:
     change(runs[1], {"fidelity": None})  # stands with either text
     change(runs[0], {"fidelity.text": "other.txt"})
-    found = comparison([runs[1], runs[0], runs[2]])
+    found = comparison([runs[1], runs[0], runs[2]], Path())
     assert {row["name"]: row["beaten_by"] for row in found["rows"]}["bad"] == "w4"
     change(runs[1], {"hardware.cpu": "Another CPU"})
-    found = comparison([runs[1], runs[0], runs[2]])
+    found = comparison([runs[1], runs[0], runs[2]], Path())
     assert {row["name"]: row["beaten_by"] for row in found["rows"]}["bad"] is None
 
 
 def test_a_student_has_the_same_original(runs: list[Path]) -> None:
     change(runs[2], {"parameters": 99_114_048, "plan.parameters": 99_114_048})
-    assert comparison(runs)["remarks"] == []
+    assert comparison(runs, Path())["remarks"] == []
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_run_stands_beside_its_own_original_alone(
     runs: list[Path], values: dict[str, Any], models: list[str], remark: str
 ) -> None:
     change(runs[2], {**values, "fidelity.ppl.before": 11.5, "bytes.before": 500_000_000})
-    found = comparison([runs[2], *runs[:2]][::-1])
+    found = comparison([runs[2], *runs[:2]][::-1], Path())
     assert found["models"] == models
     assert found["remarks"] == [remark.replace("w8", "w4")]
     names = ["original of w4 and w8", "w4", "w8", "original of bad", "bad"]
@@ -193,7 +193,7 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
         run(tmp_path / "a", 0.1, 1000, 1.0, "score"),
         run(tmp_path / "b", 0.1, 900, 1.0, "serve", "score"),
     ]
-    found = comparison(runs)
+    found = comparison(runs, Path())
     assert found["rows"][2]["decode_tokens_per_s"] is None
     assert found["rows"][1]["kl"] is None
     assert found["rows"][0]["kl"] is None
@@ -203,7 +203,7 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
 
 def test_the_original_is_as_the_first_run_that_measured_it(tmp_path: Path) -> None:
     runs = [run(tmp_path / "a", 0.1, 1000, 1.0, "score", "serve"), run(tmp_path / "b", 0.1, 900, 1)]
-    original = comparison(runs)["rows"][0]
+    original = comparison(runs, Path())["rows"][0]
     assert (original["ppl"], original["tasks"]["knowledge, accuracy"]) == (29.22, 62.5)
     assert original["decode_tokens_per_s"] == pytest.approx(1000 / 20.1)
 
@@ -229,7 +229,7 @@ def test_the_page_is_whole_and_shows_the_figures(runs: list[Path], tmp_path: Pat
         assert wanted in shown, wanted
     assert text.count('r="3.5"') == 6  # three runs in two plots
     data = json.loads((tmp_path / "sweep" / "comparison.json").read_text())
-    assert data == comparison(runs)
+    assert data == comparison(runs, Path())
     assert unfounded(text, data) == []
     assert text.count('<td class="n bad">52.5</td>') == 3  # each loses what its answers can show
 
@@ -279,14 +279,14 @@ def test_the_page_links_to_the_runs_own_reports(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_told(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere: no report\.json; wanted the folder of a run"):
-        comparison([runs[0], tmp_path / "nowhere"])
+        comparison([runs[0], tmp_path / "nowhere"], Path())
     with pytest.raises(UserError, match=r"^~no-user/x: no report\.json; wanted the folder"):
         compare.main(["~no-user/x", "~no-user/y"])
     with pytest.raises(UserError, match="the same run is given twice"):
-        comparison([runs[0], runs[0]])
+        comparison([runs[0], runs[0]], Path())
     (runs[1] / "report.json").write_text("{}")
     with pytest.raises(UserError, match=r"not a report of this version"):
-        comparison(runs)
+        comparison(runs, Path())
     with pytest.raises(UserError, match="wanted two runs or more"):
         compare.main([str(runs[0])])
     (tmp_path / "file").touch()
