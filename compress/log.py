@@ -94,8 +94,8 @@ def progress(
 
 
 @contextmanager
-def one_bar() -> Iterator[None]:
-    """Leave out the bars that transformers draws as it reads and writes models: ours is the one."""
+def quiet_bars() -> Iterator[None]:
+    """Hide the bars that transformers draws as it reads and writes models, while it is open."""
     from transformers.utils import logging as theirs  # here, as above
 
     before = theirs.set_tqdm_hook(lambda _, args, given: theirs.EmptyTqdm(*args, **given))

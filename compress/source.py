@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from compress.errors import UserError
-from compress.log import logger, one_bar
+from compress.log import logger, quiet_bars
 from compress.model_path import TINY, Model, locate
 from compress.stage import Run
 from compress.support import refuse_unsupported
@@ -202,7 +202,7 @@ class Source:
         return {"bytes": sum(f.stat().st_size for f in TensorFiles.files(out))}
 
 
-@one_bar()
+@quiet_bars()
 def convert_gguf(file: Path, out: Path, dtype: str) -> None:
     """Write the model and tokenizer of a GGUF file as a Hugging Face folder, weights in `dtype`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

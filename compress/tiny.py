@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from compress import options
 from compress.errors import ConfigError, UserError
-from compress.log import one_bar, progress
+from compress.log import progress, quiet_bars
 from compress.model_path import home
 from compress.text.documents import Data, split
 
@@ -207,7 +207,7 @@ def _unigram_loss(ids: Tensor, held_ids: Tensor) -> float:
     return float(-(counts / counts.sum()).log()[held_ids].mean())
 
 
-@one_bar()
+@quiet_bars()
 def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the folder beside its place, then rename it: no half-written model is ever seen."""
     aside = folder.with_name(f".{folder.name}.part")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from compress.planning.memory import LOGIT, cache_room, kv_bytes
+from compress.planning.memory import cache_room, kv_bytes, logit_bytes
 from compress.planning.requests import Request
 from compress.planning.timing import Clock
 
@@ -81,7 +81,7 @@ def _window(requests: Sequence[Request], clock: Clock, tokens: int, memory: int)
 
 def _at_once(size: float, longest: int, clock: Clock, memory: int) -> int:
     room = cache_room(clock.shape, clock.weights, memory, longest)
-    return max(0, int(room / (size + clock.shape.vocabulary * LOGIT)))
+    return max(0, int(room / (size + logit_bytes(clock.shape))))
 
 
 def _cost(turns: Sequence[Sequence[Request]], clock: Clock, memory: int) -> dict[str, Any]:

@@ -162,7 +162,12 @@ def kv_bytes(shape: Shape, kind: str, tokens: float) -> float:
 
 def request_bytes(shape: Shape, kind: str, tokens: float) -> float:
     """What one more request of `tokens` takes: its KV cache, and the logits of its next token."""
-    return kv_bytes(shape, kind, tokens) + shape.vocabulary * LOGIT
+    return kv_bytes(shape, kind, tokens) + logit_bytes(shape)
+
+
+def logit_bytes(shape: Shape) -> int:
+    """The logits of a request's next token, in float32."""
+    return shape.vocabulary * LOGIT
 
 
 def token_bytes(hidden: int, intermediate: int) -> int:
@@ -183,7 +188,7 @@ def needed(
     return {
         "weights": weights.total,
         "kv_cache": batch * kv_bytes(shape, kind, tokens),
-        "activations": prompts * tokens * weights.widest + batch * shape.vocabulary * LOGIT,
+        "activations": prompts * tokens * weights.widest + batch * logit_bytes(shape),
     }
 
 
