@@ -244,10 +244,10 @@ def test_a_mistake_in_the_options_is_one_line_and_leaves_no_folder(
     folder: Path, tmp_path: Path
 ) -> None:
     for words, message in (
-        (["requests=1"], "requests is 1; wanted at least 2"),
-        (["rate=0"], "rate is 0.0; wanted above 0, or null"),
-        (["rate=nan"], "rate is nan; wanted above 0, or null"),
-        (["running=0"], "running is 0; wanted at least 1"),
+        (["checkpoint=a", "requests=1"], "requests is 1; wanted at least 2"),
+        (["checkpoint=a", "rate=0"], "rate is 0.0; wanted above 0, or null"),
+        (["checkpoint=a", "rate=nan"], "rate is nan; wanted above 0, or null"),
+        (["checkpoint=a", "running=0"], "running is 0; wanted at least 1"),
         (["checkpoint=nowhere"], "nowhere: no config.json there"),
         (["checkpoint=~/nowhere"], f"{Path.home()}/nowhere: no config.json there"),
         (["checkpoint=~no-user/x"], "~no-user/x: no config.json there"),
@@ -255,5 +255,5 @@ def test_a_mistake_in_the_options_is_one_line_and_leaves_no_folder(
         ([f"checkpoint={folder}", "workload=~no-user/x"], "workload=~no-user/x: no such file"),
     ):
         with pytest.raises(UserError, match=message):
-            bench.main(["checkpoint=a", f"out={tmp_path / 'runs' / 'load'}", *words])
+            bench.main([f"out={tmp_path / 'runs' / 'load'}", *words])
     assert not (tmp_path / "runs").exists()
