@@ -31,6 +31,7 @@ from compress.eval.length import sliding_windows
 from compress.eval.length_judge import LengthJudge, length_judge
 from compress.machine import hardware, packages
 from compress.model import storage_dtype
+from compress.report.words import several
 from compress.runtime.loader import load
 from compress.stages.distill import PRECISIONS
 from compress.training import labels, long_training
@@ -200,10 +201,11 @@ def table(report: dict[str, Any]) -> str:
     trained = report["length"] or "the whole window"
     lines = [
         f"{report['model']}, trained window {report['window']}; `{report['text']}`, "
-        f"{report['windows']} windows; fine-tune of {report['steps']} steps of {report['batch']} × "
-        f"{trained} tokens {_learned(report)}at {report['rate']:g}, a number hidden in "
-        f"{report['passkey']:.0%} of the windows; numbers to find: {report['keys']} at each of "
-        f"{report['depths']} depths. {report['hardware']['cpu']}, {report['date']}.",
+        f"{several(report['windows'], 'window')}; fine-tune of {report['steps']} steps of "
+        f"{report['batch']} × {trained} tokens {_learned(report)}at {report['rate']:g}, a number "
+        f"hidden in {report['passkey']:.0%} of the windows; numbers to find: "
+        f"{report['keys']} at each of {report['depths']} depths. "
+        f"{report['hardware']['cpu']}, {report['date']}.",
         "",
         "| window | method | fine-tune | perplexity | its last eighth | in old windows | "
         "a number found, old length | new length | one of several, old | new |",
