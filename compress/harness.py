@@ -141,10 +141,11 @@ def _compared(values: NDArray[np.float64]) -> dict[str, Any]:
     low, high = statistics.paired_interval(old, new, percent, seed=0)
     before, after = percent(old.sum(0)), percent(new.sum(0))
     right_or_wrong = bool(np.isin(values, (0, 1)).all())
+    reach = high - (after - before)
     loss = (
-        statistics.smallest_loss(len(values), gained)
+        statistics.smallest_loss(len(values), gained, int(values[:, 0].sum()))
         if right_or_wrong
-        else high - (after - before) or None
+        else (reach if 0 < reach <= before else None)
     )
     return {
         "n": len(values),

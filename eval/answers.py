@@ -250,18 +250,19 @@ def compare(
                 "gained": gained,
                 "lost": lost,
                 "p": statistics.mcnemar(gained, lost),
-                "smallest_loss": _smallest_loss(name, len(items), gained, high - difference),
+                "smallest_loss": _smallest_loss(name, old, gained, high - difference),
             }
         )
     return records
 
 
-def _smallest_loss(name: str, items: int, gained: int, reach: float) -> float | None:
-    """The smallest loss, in points, that these items could have shown.
+def _smallest_loss(name: str, before: Rows, gained: int, reach: float) -> float | None:
+    """The smallest loss, in points, that these items could have shown, from the original's rows.
 
     Of right and wrong answers by McNemar's test; of graded ones the reach of the interval above the
-    difference, by which that has to be below zero, and None where nothing differs.
+    difference, by which that has to be below zero, and None where nothing differs. None too where
+    it is more than the original scores.
     """
     if name in RIGHT_OR_WRONG:
-        return statistics.smallest_loss(items, gained)
-    return reach or None
+        return statistics.smallest_loss(len(before), gained, int(before[:, 0].sum()))
+    return reach if 0 < reach <= total(name)(before.sum(0)) else None

@@ -57,14 +57,14 @@ def flips(before: Rows, after: Rows) -> tuple[int, int]:
     return int((after > before).sum()), int((after < before).sum())
 
 
-def smallest_loss(items: int, gained: int, level: float = 0.05) -> float | None:
+def smallest_loss(items: int, gained: int, right: int, level: float = 0.05) -> float | None:
     """The smallest loss, in points of 100, that so many items could have shown.
 
     As many answers lost as make McNemar's test call it more than chance, given that `gained` were
-    gained; None where that is more than all the others.
+    gained; None where that is more than the original had `right`, which are all it can lose.
     """
     lost = gained
-    while lost <= items - gained:
+    while lost <= right:
         if mcnemar(gained, lost) <= level:
             return 100 * (lost - gained) / items
         lost += 1

@@ -37,17 +37,20 @@ def test_mcnemar_is_twice_the_binomial_tail(gained, lost, p):
 
 
 @pytest.mark.parametrize(
-    ("items", "gained", "points"),
+    ("items", "gained", "right", "points"),
     [
-        (100, 0, 6.0),  # 6 lost of 6 changed: 2 / 2^6 = 0.03; of 5, 0.06
-        (50, 0, 12.0),
-        (100, 1, 7.0),  # 8 of 9: 2 * (1 + 9) / 2^9 = 0.04
-        (5, 0, None),
-        (10, 4, None),
+        (100, 0, 50, 6.0),  # 6 lost of 6 changed: 2 / 2^6 = 0.03; of 5, 0.06
+        (50, 0, 50, 12.0),
+        (100, 1, 8, 7.0),  # 8 of 9: 2 * (1 + 9) / 2^9 = 0.04
+        (100, 1, 7, None),  # those 8 are more than were right
+        (100, 0, 0, None),
+        (5, 0, 5, None),
+        (10, 4, 6, None),
     ],
 )
-def test_the_smallest_loss_is_the_first_that_mcnemar_calls(items, gained, points):
-    assert smallest_loss(items, gained) == (None if points is None else pytest.approx(points))
+def test_the_smallest_loss_is_the_first_that_mcnemar_calls(items, gained, right, points):
+    found = smallest_loss(items, gained, right)
+    assert found == (None if points is None else pytest.approx(points))
     if points:
         lost = round(gained + points * items / 100)
         assert mcnemar(gained, lost) <= 0.05 < mcnemar(gained, lost - 1)
