@@ -4,7 +4,7 @@ Shapes: n items, S numbers an item (see eval/metrics.py), B resamples.
 """
 
 from collections.abc import Callable
-from math import comb
+from math import comb, exp, lgamma, log, log1p
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,35 @@ def smallest_loss(items: int, gained: int, right: int, level: float = 0.05) -> f
             return 100 * (lost - gained) / items
         lost += 1
     return None
+
+
+def largest_loss(items: int, gained: int, lost: int, level: float = 0.95) -> float:
+    """The largest loss, in points of 100, that so many answers gained and lost do not rule out.
+
+    The upper bound of the share lost less the lower bound of the share gained (`_share_at_most`),
+    each missed half as often as `level` allows, so that both hold at `level` whatever the truth
+    (Bonferroni). Exact for any number of items, and cautious.
+    """
+    miss = (1 - level) / 2
+    gained_at_least = 1 - _share_at_most(items, items - gained, miss)
+    return 100 * max(0.0, _share_at_most(items, lost, miss) - gained_at_least)
+
+
+def _share_at_most(items: int, found: int, miss: float) -> float:
+    """The upper bound of a share of which `found` of `items` were found (Clopper and Pearson, 1934,
+    Biometrika 26): with a larger one, so few are found less often than `miss`.
+    """
+    if found == items:
+        return 1.0
+    ways = [lgamma(items + 1) - lgamma(k + 1) - lgamma(items - k + 1) for k in range(found + 1)]
+    low, high = found / items, 1.0
+    for _ in range(40):
+        share = (low + high) / 2
+        chance = sum(
+            exp(way + k * log(share) + (items - k) * log1p(-share)) for k, way in enumerate(ways)
+        )
+        low, high = (share, high) if chance > miss else (low, share)
+    return high
 
 
 def mcnemar(gained: int, lost: int) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import inf, isinf
 from typing import Any, Literal
 
+from compress.eval.statistics import largest_loss
 from compress.eval.tasks import RIGHT_OR_WRONG
 from compress.report.words import count, paired, percent, several, significant
 
@@ -30,16 +31,13 @@ def change(task: Task) -> Change:
 def unseen_loss(task: Task) -> float | None:
     """The largest loss, in points of 100, that the answers do not rule out at 95%.
 
-    The lower end of the interval. Where no answer got worse the interval cannot know of losses; the
-    share of items that could still be lost is then bounded by the binomial, 1 - 0.05^(1/n) (about
-    3 / n), and None where items are graded and a share of them says nothing of points. No score can
-    lose more than it has.
+    Of right and wrong answers by exact bounds of how many are gained and lost, of graded ones the
+    lower end of the interval; None where none of these got worse, since the interval cannot know of
+    losses then. No score can lose more than it has.
     """
-    if task["lost"]:
-        return max(0.0, -task["ci95"][0])
-    if task["metric"] not in RIGHT_OR_WRONG:
-        return None
-    return min(task["before"], 100 * (1 - 0.05 ** (1 / task["n"])))
+    if task["metric"] in RIGHT_OR_WRONG:
+        return min(task["before"], largest_loss(task["n"], task["gained"], task["lost"]))
+    return max(0.0, -task["ci95"][0]) if task["lost"] else None
 
 
 def could_show(task: Task) -> float | None:

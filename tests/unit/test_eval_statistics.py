@@ -5,6 +5,7 @@ import pytest
 
 from compress.eval.statistics import (
     flips,
+    largest_loss,
     mcnemar,
     mean_interval,
     paired_interval,
@@ -54,6 +55,44 @@ def test_the_smallest_loss_is_the_first_that_mcnemar_calls(items, gained, right,
     if points:
         lost = round(gained + points * items / 100)
         assert mcnemar(gained, lost) <= 0.05 < mcnemar(gained, lost - 1)
+
+
+@pytest.mark.parametrize(
+    ("items", "gained", "lost", "points"),
+    [
+        (98, 0, 0, 3.694),  # 1 - 0.025^(1 / 98)
+        (98, 6, 0, 1.414),
+        (98, 6, 1, 3.275),  # 5.55, the bound of 1 of 98 lost, less 2.28, that of 6 gained
+        (10, 2, 0, 28.328),
+        (10, 4, 1, 32.347),
+        (10, 0, 10, 100.0),
+        (10, 10, 0, 0.0),
+        (10000, 500, 500, 0.864),
+    ],
+)
+def test_the_largest_loss_by_the_bounds_of_clopper_and_pearson(items, gained, lost, points):
+    assert largest_loss(items, gained, lost) == pytest.approx(points, abs=1e-3)
+
+
+def test_the_largest_loss_grows_with_what_is_lost_and_falls_with_what_is_gained():
+    items = 12
+    found = {
+        (gained, lost): largest_loss(items, gained, lost)
+        for gained in range(items + 1)
+        for lost in range(items + 1 - gained)
+    }
+    for (gained, lost), loss in found.items():
+        assert loss >= max(0.0, 100 * (lost - gained) / items)
+        assert loss >= found.get((gained + 1, lost), 0.0)
+        assert loss <= found.get((gained, lost + 1), 100.0)
+
+
+def test_the_largest_loss_is_missed_at_most_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    for gain, loss in ((0.0, 0.05), (0.1, 0.1), (0.05, 0.3), (0.02, 0.03)):
+        draws = rng.multinomial(40, [gain, loss, 1 - gain - loss], size=300)
+        missed = sum(largest_loss(40, g, n) < 100 * (loss - gain) for g, n, _ in draws.tolist())
+        assert missed <= 0.05 * 300
 
 
 def test_mcnemar_of_thousands_does_not_underflow():

@@ -90,16 +90,20 @@ TASK = {"name": "knowledge", "metric": "accuracy", "n": 30, "before": 50.0, "aft
 @pytest.mark.parametrize(
     ("row", "said", "unseen"),
     [
-        ({"ci95": [-5.0, -1.0], "gained": 1, "lost": 4}, "worse", 5.0),
-        ({"ci95": [-5.0, -1.0], "gained": 0, "lost": 4, "p": 0.125}, "perhaps worse", 5.0),
-        ({"ci95": [-9.0, -2.0], "gained": 0, "lost": 8, "p": 0.008}, "worse", 9.0),
-        ({"ci95": [1.0, 5.0], "gained": 4, "lost": 1, "p": 0.03}, "better", 0.0),
-        ({"ci95": [1.0, 5.0], "gained": 3, "lost": 1, "p": 0.6}, "perhaps better", 0.0),
-        ({"ci95": [-2.0, 3.0], "gained": 2, "lost": 2}, "unclear", 2.0),
-        ({"ci95": [-5.0, 0.0], "gained": 0, "lost": 1}, "unclear", 5.0),
-        ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0}, "unclear", 9.503),
+        ({"ci95": [-5.0, -1.0], "gained": 1, "lost": 4}, "worse", 30.637),
+        ({"ci95": [-5.0, -1.0], "gained": 0, "lost": 4, "p": 0.125}, "perhaps worse", 30.722),
+        ({"ci95": [-9.0, -2.0], "gained": 0, "lost": 8, "p": 0.008}, "worse", 45.889),
+        ({"ci95": [-9.0, -2.0], "gained": 0, "lost": 20, "p": 0.008}, "worse", 50.0),
+        ({"ci95": [1.0, 5.0], "gained": 4, "lost": 1, "p": 0.03}, "better", 13.461),
+        ({"ci95": [1.0, 5.0], "gained": 3, "lost": 1, "p": 0.6}, "perhaps better", 15.105),
+        ({"ci95": [1.0, 5.0], "gained": 20, "lost": 1, "p": 0.01}, "better", 0.0),
+        ({"ci95": [-2.0, 3.0], "gained": 2, "lost": 2}, "unclear", 21.255),
+        ({"ci95": [-5.0, 0.0], "gained": 0, "lost": 1}, "unclear", 17.217),
+        ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0}, "unclear", 11.570),
         ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0, "n": 1}, "unclear", 50.0),
         ({"ci95": [0.0, 9.0], "gained": 1, "lost": 0, "metric": "rougeL"}, "unclear", None),
+        ({"ci95": [-4.0, 9.0], "gained": 3, "lost": 2, "metric": "rougeL"}, "unclear", 4.0),
+        ({"ci95": [1.0, 9.0], "gained": 9, "lost": 2, "metric": "rougeL"}, "better", 0.0),
     ],
 )
 def test_what_an_interval_says(row: dict[str, Any], said: str, unseen: float | None) -> None:
