@@ -20,7 +20,7 @@ from compress.artifact import write_json
 from compress.eval import diagnosis, fidelity, layers, sheet, statistics
 from compress.eval.answers import Answer, ask, compare, fitting
 from compress.eval.fidelity import Disagreement, Fidelity, Reference
-from compress.eval.items import Item, items
+from compress.eval.items import Item, items, records
 from compress.eval.layers import Blocks
 from compress.eval.tasks import Task
 from compress.log import logger
@@ -55,10 +55,15 @@ def questions(
     found, unasked = [], []
     for task in tasks:
         task = replace(task, window=min(task.window, context))
-        every = items(task, limit, tokenizer)
+        # A longer text is not even made: it can be longer than memory.
+        lengths = tuple(length for length in task.lengths if length <= context)
+        every = items(replace(task, lengths=lengths), limit, tokenizer)
+        of = len(every)
+        if len(lengths) < len(task.lengths):
+            of = len(records(task)[:limit]) * len(task.lengths) * len(task.depths)
         fit = fitting(task, every, tokenizer, context)
-        if len(fit) < len(every):
-            unasked.append(Unasked(task.name, len(fit), len(every), context))
+        if len(fit) < of:
+            unasked.append(Unasked(task.name, len(fit), of, context))
             logger.info(f"  {said(asdict(unasked[-1]))}")
         if fit:
             found.append((task, fit))

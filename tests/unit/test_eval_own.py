@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -14,8 +14,10 @@ from compress import steps
 from compress.errors import UserError
 from compress.eval.answers import ask, compare
 from compress.eval.items import items
+from compress.eval.judge import Unasked, questions
 from compress.eval.own import named, read
 from compress.eval.tasks import KINDS
+from compress.report import tasks as report_tasks
 from compress.runtime.loader import load
 
 
@@ -109,6 +111,22 @@ def test_a_needle_is_hidden_at_each_length_and_depth(tmp_path: Path, stories260k
     assert texts[2].endswith("The code is 77.")
     assert texts[4].split("The code is 77.")[0].endswith(". ")
     assert len(tokenizer(texts[5]).input_ids) == pytest.approx(215, abs=8)
+
+
+def test_a_text_longer_than_the_window_is_not_made(tmp_path: Path, stories260k: Path) -> None:
+    (tmp_path / "hay.txt").write_text("The sun shines. The dog sleeps. " * 30)
+    needle = {"needle": "The code is 77.", "question": "What is the code?", "references": "77"}
+    tokenizer = AutoTokenizer.from_pretrained(stories260k)
+    for lengths, fit, of in (("[50, 1000000000]", 4, 8), ("[1000000000]", 0, 4)):
+        yaml = f"kind: retrieval\nhaystack: hay.txt\nlengths: {lengths}\ndepths: [0, 1]\n"
+        task = read(written(tmp_path, yaml, *[needle] * 3))
+        asked, unasked = questions([task], 2, tokenizer, 512)
+        assert [len(its) for _, its in asked] == [fit] * bool(fit)
+        assert unasked == [Unasked("mine", fit, of, 512)]
+    assert report_tasks.unasked(asdict(unasked[0])) == (
+        "mine was not asked: none of the 4 items taken fits the window of 512 tokens, prompt and "
+        "answer together."
+    )
 
 
 @pytest.mark.parametrize(
