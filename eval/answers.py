@@ -115,20 +115,22 @@ def _choose(who: Asked, task: Task, items: list[Item]) -> list[Answer]:
     every = multiple_choice.scored_items(who.model, rows, **who.options)
     found = [tuple(one.total for one in of_item) for of_item in every]
     return [
-        Answer(item.id, item.choices[_picked(task.metrics[0], item, row)], row)
+        Answer(item.id, _picked(task.metrics[0], item, row), row)
         for item, row in zip(items, found, strict=True)
     ]
 
 
-def _picked(name: str, item: Item, likelihoods: tuple[float, ...]) -> int:
-    """The likeliest choice's index; by `normalized_accuracy`, by nats a character.
+def _picked(name: str, item: Item, likelihoods: tuple[float, ...]) -> str:
+    """The likeliest choice; by `normalized_accuracy`, by nats a character.
 
     As lm-evaluation-harness's acc_norm: long choices are not at a loss, and unlike tokens,
-    characters mean the same to any tokenizer.
+    characters mean the same to any tokenizer. Nothing where a likelihood is not a number.
     """
+    if any(map(isnan, likelihoods)):
+        return ""
     lengths = [len(choice) if name == "normalized_accuracy" else 1 for choice in item.choices]
     scores = [total / length for total, length in zip(likelihoods, lengths, strict=True)]
-    return scores.index(max(scores))
+    return item.choices[scores.index(max(scores))]
 
 
 def _fill(who: Asked, task: Task, items: list[Item]) -> list[Answer]:
@@ -190,9 +192,9 @@ def _rows(name: str, task: Task, items: list[Item], answers: list[Answer]) -> Ro
     if name == "likelihood":
         return np.array([[a.likelihoods[0], a.tokens] for a in answers], dtype=np.float64)
     if task.kind == "choice":
-        right = [i.choices[_picked(name, i, a.likelihoods)] in i.references for i, a in pairs]
+        right = [_picked(name, i, a.likelihoods) in i.references for i, a in pairs]
     elif task.kind == "cloze":
-        right = [answer.greedy for answer in answers]
+        right = [answer.greedy and not isnan(answer.likelihoods[0]) for answer in answers]
     elif task.kind == "rules":
         right = [not rules.broken(item.rules, answer.text) for item, answer in pairs]
     else:
@@ -229,7 +231,13 @@ def each(name: str, rows: Rows) -> NDArray[np.float64]:
 def compare(
     task: Task, items: list[Item], before: list[Answer], after: list[Answer], *, seed: int
 ) -> list[dict[str, Any]]:
-    """A record for each of the task's metrics: both scores, the paired interval, the flips."""
+    """A record for each of the task's metrics: both scores, the paired interval, the flips; and how
+    many answers of each model have a likelihood that is not a number, which counts as wrong.
+    """
+    not_numbers = {
+        when: sum(any(map(isnan, answer.likelihoods)) for answer in answers)
+        for when, answers in (("before", before), ("after", after))
+    }
     rows = [score(task, items, answers) for answers in (before, after)]
     records = []
     for name in task.metrics:
@@ -251,6 +259,7 @@ def compare(
                 "lost": lost,
                 "p": statistics.mcnemar(gained, lost),
                 "smallest_loss": _smallest_loss(name, old, gained, high - difference),
+                "not_numbers": not_numbers,
             }
         )
     return records

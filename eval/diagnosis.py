@@ -7,6 +7,7 @@ from the original than the others (see eval/layers.py).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -140,7 +141,9 @@ def _rope(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
 
 
 def _head(blocks: Blocks, served: Blocks) -> Iterator[str]:
-    if not blocks.head_kl <= served.head_kl + HEAD_KL:
+    if not isfinite(blocks.head_kl):
+        yield "What the output head gives are not finite numbers: its weights or scales are broken."
+    elif not blocks.head_kl <= served.head_kl + HEAD_KL:
         scheme = blocks.head_scheme
         how = f"it is stored in {scheme}" if scheme else "its weights are not the original's"
         yield (
@@ -150,10 +153,12 @@ def _head(blocks: Blocks, served: Blocks) -> Iterator[str]:
 
 
 def _blocks(blocks: Blocks, served: Blocks) -> Iterator[str]:
-    usual = median(blocks.error)
+    usual = median(filter(isfinite, blocks.error)) if any(map(isfinite, blocks.error)) else 0.0
     each = zip(blocks.error, blocks.gain, served.error, strict=True)
     for i, (error, gain, floor) in enumerate(each):
-        if not error <= max(FAR, OUTSTANDING * usual, OUTSTANDING * floor):
+        if not isfinite(error):
+            yield f"What block {i} gives are not finite numbers: its weights or scales are broken."
+        elif not error <= max(FAR, OUTSTANDING * usual, OUTSTANDING * floor):
             why = (
                 f"it adds {gain:.2f} times what it should, so scales are wrong"
                 if abs(gain - 1) > GAIN

@@ -15,6 +15,7 @@ from compress.report.words import (
     part,
     percent,
     rate,
+    several,
     signed,
     significant,
     size,
@@ -42,6 +43,7 @@ def verdict(figures: Figures) -> dict[str, Any]:
     findings = [
         finding
         for findings_of in (
+            _not_numbers,
             _broken,
             _faults,
             _gate,
@@ -61,7 +63,8 @@ def verdict(figures: Figures) -> dict[str, Any]:
 def _headline(figures: Figures) -> str:
     name = figures["model_name"]
     title = f"{name} in {figures['scheme']}" if figures["scheme"] else name
-    facts = []
+    broken = bool(_without_numbers(figures))
+    facts = ["its outputs are not numbers"] if broken else []
     if figures["bytes"]["before"] and figures["bytes"]["after"]:
         facts.append(_size_change(figures["bytes"]))
     latency = figures["latency"]
@@ -69,14 +72,14 @@ def _headline(figures: Figures) -> str:
         before, after = (latency[when]["decode_tokens_per_s"] for when in ("before", "after"))
         interval = timed(latency, "tpot")
         facts.append(f"decode {comparison(before, after, 'faster', 'slower', interval)}")
-    if figures["fidelity"]:
+    if figures["fidelity"] and figures["fidelity"]["kl"] is not None:
         facts.append(f"KL {significant(figures['fidelity']['kl'], 2)}")
     if figures["tasks"]:
         worse = len({t["name"] for t in figures["tasks"] if tasks.change(t) == "worse"})
         every = len({t["name"] for t in figures["tasks"]})
-        if every == 1:
+        if every == 1 and (worse or not broken):
             facts.append(f"the one task {'' if worse else 'not '}measurably worse")
-        else:
+        elif worse or not broken:  # that none is would be a comfort
             facts.append(f"{worse or 'none'} of {every} tasks measurably worse")
     if figures["gate"] and figures["gate"]["broken"]:
         facts.append("the recipe's gate is broken")
@@ -86,6 +89,28 @@ def _headline(figures: Figures) -> str:
 def _size_change(sizes: Mapping[str, Any]) -> str:
     share = 1 - sizes["after"] / sizes["before"]
     return f"{percent(abs(share), 0)} {'smaller' if share >= 0 else 'larger'}"
+
+
+def _without_numbers(figures: Figures) -> list[str]:
+    """Where the compressed model's outputs are not finite numbers, in words."""
+    close, found = figures["fidelity"], {}
+    for task in figures["tasks"]:
+        number = task.get("not_numbers", {}).get("after", 0)
+        if number:
+            name = task["name"].replace("_", " ")
+            found[name] = f"{count(number)} of {several(task['n'], 'answer')} of {name}"
+    held_out = ["the KL on held-out text"] if close and close["kl"] is None else []
+    return [*held_out, *found.values()]
+
+
+def _not_numbers(figures: Figures) -> Iterator[Finding]:
+    where = _without_numbers(figures)
+    if where:
+        text = (
+            f"The compressed model gives outputs that are not finite numbers: {listed(where)}. "
+            "Answers of such likelihoods count as wrong; no other figure says that it can be used."
+        )
+        yield Finding("Not numbers", text, "bad")
 
 
 def _broken(figures: Figures) -> Iterator[Finding]:
@@ -236,8 +261,10 @@ def _closeness(figures: Figures) -> Iterator[Finding]:
             )
         return
     before, after = close["ppl"]["before"], close["ppl"]["after"]
-    text = f"KL to the original is {significant(close['kl'])} nats a token"
-    if close.get("kl_ci95"):
+    known = close["kl"] is not None
+    kl = f"{significant(close['kl'])} nats a token" if known else "not a finite number"
+    text = f"KL to the original is {kl}"
+    if known and close.get("kl_ci95"):
         text += f" (95% interval {' to '.join(map(significant, close['kl_ci95']))})"
     if close.get("kl_floor"):
         text += (
@@ -249,6 +276,8 @@ def _closeness(figures: Figures) -> Iterator[Finding]:
             f" Perplexity goes from {significant(before, 4)} to {significant(after, 4)} "
             f"({signed(100 * (after / before - 1))}%)."
         )
+    elif before:
+        text += f" Perplexity was {significant(before, 4)} and is not a finite number any more."
     yield Finding("Closeness", text)
 
 

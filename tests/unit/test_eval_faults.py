@@ -166,3 +166,11 @@ def test_errors_that_are_not_finite_are_faults() -> None:
     broken = Blocks([0.1, float("nan"), 0.1], [1.0, float("nan"), 1.0], 0.0)
     found = faults(RIGHT, RIGHT, broken, SERVED)
     assert [fault["name"] for fault in found] == ["block"]
+    said = "gives are not finite numbers: its weights or scales are broken."
+    assert found[0]["text"] == f"What block 1 {said}"
+    nothing = Blocks([float("nan")] * 3, [float("nan")] * 3, float("inf"))
+    found = faults(RIGHT, RIGHT, nothing, SERVED)
+    assert [fault["text"] for fault in found] == [
+        f"What the output head {said}",
+        *(f"What block {i} {said}" for i in range(3)),
+    ]

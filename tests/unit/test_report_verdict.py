@@ -157,6 +157,36 @@ def test_a_loss_larger_than_the_score_is_none_that_could_show(run: SimpleNamespa
         assert line.split(" | ")[-1] == f"{listed} |"
 
 
+def test_outputs_that_are_not_numbers_are_said_first(run: SimpleNamespace) -> None:
+    scores, nan = run.manifests["score"]["metrics"], float("nan")
+    scores["fidelity"] |= {"kl": nan, "kl_ci95": [nan, nan]}
+    scores["fidelity"]["ppl"]["after"] = nan
+    for row, number in zip(scores["tasks"], (40, 1), strict=False):
+        row["not_numbers"] = {"before": 0, "after": number}
+    found = figures(run)["verdict"]
+    assert found["headline"] == (
+        "Fixture-135M in W8A8: its outputs are not numbers, 33% smaller, decode 1.63×\u00a0faster, "
+        "1 of 5 tasks measurably worse, the recipe's gate is broken."
+    )
+    assert found["findings"][0] == {
+        "about": "Not numbers",
+        "text": (
+            "The compressed model gives outputs that are not finite numbers: the KL on held-out "
+            "text, 40 of 40 answers of knowledge and 1 of 40 answers of commonsense. Answers of "
+            "such likelihoods count as wrong; no other figure says that it can be used."
+        ),
+        "tone": "bad",
+    }
+    said = {f["about"]: f["text"] for f in found["findings"]}["Closeness"]
+    assert said.startswith("KL to the original is not a finite number; the original as served is")
+    assert said.endswith("Perplexity was 29.22 and is not a finite number any more.")
+
+    scores["tasks"] = scores["tasks"][1:]
+    found = figures(run)["verdict"]
+    assert "its outputs are not numbers" in found["headline"]
+    assert "measurably worse" not in found["headline"]
+
+
 def test_few_answers_are_called_perhaps(run: SimpleNamespace) -> None:
     run.manifests["score"]["metrics"]["tasks"][0]["p"] = 0.125
     found = figures(run)
