@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -123,6 +124,8 @@ def _problems(task: Task, record: dict[str, Any]) -> Iterator[str]:
             yield f"no field {name!r}, which the prompt has as {{{name}}}; there are " + (
                 ", ".join(n for n in record if n != "id") or "none"
             )
+        elif name not in given and not _is_text(record[name]):
+            yield f"{name} is {json.dumps(record[name], ensure_ascii=False):.60}; wanted a text"
     if task.kind == "choice":
         choices: Any = record.get("choices")
         gold = record.get("gold")
@@ -166,6 +169,11 @@ def _rule_problems(found: Any) -> Iterator[str]:
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _is_text(value: Any) -> bool:
+    """Whether `value` can stand in a prompt: a text, or a number, which is written out."""
+    return isinstance(value, str) or (type(value) in (int, float) and isfinite(value))
 
 
 def _texts(value: Any) -> bool:

@@ -67,6 +67,12 @@ def test_the_task_of_the_docs_is_ten_lines_and_runs_as_it_stands(
     assert (f1["metric"], f1["before"]) == ("f1", 100.0)
 
 
+def test_a_number_is_written_into_a_prompt(tmp_path: Path) -> None:
+    file = written(tmp_path, "kind: cloze\nprompt: '{a} + {b} ='\n",
+                   {"a": 2, "b": 1.5, "references": "3.5"})  # fmt: skip
+    assert items(read(file))[0].prompt == "2 + 1.5 ="
+
+
 def test_a_file_with_other_names_is_read_as_it_is(tmp_path: Path) -> None:
     file = written(
         tmp_path,
@@ -139,6 +145,11 @@ def test_a_text_longer_than_the_window_is_not_made(tmp_path: Path, stories260k: 
             "half of a surrogate pair, '\\ud800', which is",
         ),
         ({"references": "x"}, "no field 'text', which the prompt has as {text}; there are"),
+        ({"text": None, "references": "x"}, "text is null; wanted a text"),
+        ('{"text": NaN, "references": "x"}', "text is NaN; wanted a text"),
+        ('{"text": -Infinity, "references": "x"}', "text is -Infinity; wanted a text"),
+        ({"text": True, "references": "x"}, "text is true; wanted a text"),
+        ({"text": ["a"], "references": "x"}, 'text is ["a"]; wanted a text'),
         ({"text": "a"}, "references is missing; wanted a text, or a list of texts, not empty"),
         ({"text": "a", "references": [" "]}, 'references is [" "]; wanted'),
         ({"text": "a", "references": 7}, "references is 7; wanted"),
