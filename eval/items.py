@@ -125,7 +125,8 @@ def _problems(task: Task, record: dict[str, Any]) -> Iterator[str]:
                 ", ".join(n for n in record if n != "id") or "none"
             )
         elif name not in given and not _is_text(record[name]):
-            yield f"{name} is {json.dumps(record[name], ensure_ascii=False):.60}; wanted a text"
+            found = "null" if record[name] is None else _short(record[name])
+            yield f"{name} is {found}; wanted a text"
     if task.kind == "choice":
         choices: Any = record.get("choices")
         gold = record.get("gold")
@@ -150,6 +151,8 @@ def _problems(task: Task, record: dict[str, Any]) -> Iterator[str]:
             yield f"times is {_short(record.get('times'))}; wanted how often to repeat the filler"
     if task.kind == "rules":
         yield from _rule_problems(record.get("rules"))
+    if task.kind == "perplexity" and not _item(task, record).prompt.strip():
+        yield f"{', '.join(PLACE.findall(_prompt(task, record)))} is empty; wanted a text to read"
 
 
 def _has_references(task: Task) -> bool:
