@@ -29,6 +29,17 @@ from compress.text.windows import leading_ids
 
 PLACE = re.compile(r"\{(\w+)\}")
 SENTENCE_END = re.compile(r"[.!?]\s|[。！？\n]")
+OPTIONAL = ("id", "lang", "filler", "times")
+"""Fields that a line of any kind can have or not."""
+OF_KIND = {
+    "choice": ("choices", "gold"),
+    "cloze": ("references",),
+    "generation": ("references", "entities"),
+    "perplexity": (),
+    "retrieval": ("needle", "references", "entities"),
+    "rules": ("rules",),
+}
+"""Fields that a line has beside what the prompt names."""
 FREE = ("json", "python", "no_loop")
 """Metrics that need no reference."""
 
@@ -84,9 +95,10 @@ def records(task: Task) -> list[dict[str, Any]]:
             continue
         record, problem = _parsed(line)
         if not problem:
+            missing = [f for f in task.fields if f[1] not in record]
             record |= {ours: record[theirs] for ours, theirs in task.fields if theirs in record}
             record["id"] = str(record.get("id", f"{task.name}-{number}"))
-            problem = next(_problems(task, record), "")
+            problem = next(_unnamed(missing, record), "") or next(_problems(task, record), "")
             if record["id"] in seen:
                 problem = f"id {record['id']!r} is that of line {seen[record['id']]} too"
         if problem:
@@ -95,7 +107,19 @@ def records(task: Task) -> list[dict[str, Any]]:
         found.append(record)
     if not found:
         raise UserError(f"{task.file}: no lines; wanted one JSON object a line")
+    never = [f for f in task.fields if not any(f[1] in record for record in found)]
+    if never:  # what a line may leave out
+        ours, theirs = never[0]
+        raise UserError(f"{task.file}: no line has {theirs!r}, which `fields` reads as {ours}")
     return found
+
+
+def _unnamed(missing: list[tuple[str, str]], record: dict[str, Any]) -> Iterator[str]:
+    """That a record lacks a field by the name that the task's `fields` gives it, in words."""
+    for ours, theirs in missing:
+        if ours not in OPTIONAL:
+            there = ", ".join(name for name in record if name != "id") or "none"
+            yield f"no field {theirs!r}, which `fields` reads as {ours}; there are {there}"
 
 
 def _parsed(line: str) -> tuple[dict[str, Any], str]:

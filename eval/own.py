@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from compress.errors import UserError
-from compress.eval.items import PLACE, records
+from compress.eval.items import OF_KIND, OPTIONAL, PLACE, records
 from compress.eval.tasks import KINDS, TASKS, Task
 
 PROMPTS = {"perplexity": "{text}", "retrieval": "{text}\n\n{question}"}
@@ -127,13 +127,25 @@ def _problems(found: Any) -> list[str]:
         for key, (wanted, is_right) in VALUES.items()
         if key in found and not is_right(found[key])
     ]
-    if _is_prompt(found.get("prompt")):
-        texts = found["prompt"].values() if isinstance(found["prompt"], dict) else [found["prompt"]]
+    prompt: Any = found.get("prompt", PROMPTS.get(kind))
+    if _is_prompt(prompt):
+        texts = list(prompt.values()) if isinstance(prompt, dict) else [prompt]
         problems += [problem for text in texts for problem in _prompt_problems(kind, text)]
+        if _are_texts(found.get("fields", {})):
+            problems += _unread(kind, texts, found.get("fields", {}))
     if "metrics" in found and not _is_list(found["metrics"], lambda name: name in KINDS[kind]):
         known = ", ".join(KINDS[kind])
         problems.append(f"metrics is {found['metrics']!r}; wanted a list of, for {kind}, {known}")
     return problems
+
+
+def _unread(kind: str, prompts: list[str], fields: dict[str, str]) -> Iterator[str]:
+    """That `fields` gives a name to what nothing reads, in words."""
+    read = [*OF_KIND[kind], *(name for text in prompts for name in PLACE.findall(text))]
+    for name in fields:
+        if name not in (*read, *OPTIONAL):
+            there = ", ".join(dict.fromkeys(read))
+            yield f"fields has {name}, which nothing reads; there are {there}"
 
 
 def _prompt_problems(kind: str, prompt: str) -> Iterator[str]:

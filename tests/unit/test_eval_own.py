@@ -83,6 +83,25 @@ def test_a_file_with_other_names_is_read_as_it_is(tmp_path: Path) -> None:
     assert (item.choices, item.references) == (("bread", "stone"), ("stone",))
 
 
+def test_a_file_without_the_names_that_fields_gives_is_refused(tmp_path: Path) -> None:
+    record = {"text": "a", "references": "b"}
+    yaml = "kind: generation\nprompt: '{text}'\nfields: {references: target}\n"
+    for records in ([record, record], [{"text": "a"}]):
+        with pytest.raises(UserError) as error:
+            read(written(tmp_path, yaml, *records))
+        assert str(error.value) == (
+            f"{tmp_path}/mine.jsonl:1: no field 'target', which `fields` reads as references; "
+            f"there are {', '.join(records[0])}"
+        )
+    yaml = "kind: generation\nprompt: '{text}'\nfields: {lang: language}\n"
+    with pytest.raises(UserError) as error:
+        read(written(tmp_path, yaml, record, record))
+    said = f"{tmp_path}/mine.jsonl: no line has 'language', which `fields` reads as lang"
+    assert str(error.value) == said
+    task = read(written(tmp_path, yaml, record, {**record, "language": "zh"}))
+    assert [item.prompt for item in items(task)] == ["a", "a"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_a_metric_where_none_is_named(tmp_path: Path, kind: str) -> None:
     (tmp_path / "hay.txt").write_text("It rains. The sun shines. " * 20)
@@ -237,6 +256,11 @@ def test_each_kind_checks_what_it_needs(tmp_path: Path, kind: str, record: Any, 
             "prompt has {text.__class__}; wanted a field of a line alone, such as {text}",
         ),
         ("kind: generation\nprompt: '{text[0]}'", "prompt has {text[0]}; wanted a field"),
+        (
+            "kind: generation\nprompt: '{text}'\nfields: {foo: text}",
+            "mine.yaml: fields has foo, which nothing reads; there are references, entities, text",
+        ),
+        ("kind: perplexity\nfields: {references: text}", "fields has references, which nothing"),
         ("kind: retrieval\nhaystack: no.txt", "no.txt: cannot be read as text"),
         ("kind: retrieval\nhaystack: blank.txt", "blank.txt is empty; wanted a text"),
     ],
