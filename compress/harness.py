@@ -138,14 +138,13 @@ def _compared(values: NDArray[np.float64]) -> dict[str, Any]:
 
     old, new = (np.stack([side, np.ones(len(side))], 1) for side in values.T)
     gained, lost = statistics.flips(values[:, 0], values[:, 1])
-    low, high = statistics.paired_interval(old, new, percent, seed=0)
+    low, high = statistics.score_interval(old, new, percent, seed=0)
     before, after = percent(old.sum(0)), percent(new.sum(0))
     right_or_wrong = bool(np.isin(values, (0, 1)).all())
-    reach = high - (after - before)
     loss = (
         statistics.smallest_loss(len(values), gained, int(values[:, 0].sum()))
         if right_or_wrong
-        else (reach if 0 < reach <= before else None)
+        else statistics.smallest_reach(len(values), before, high - (after - before))
     )
     return {
         "n": len(values),

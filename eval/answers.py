@@ -245,7 +245,7 @@ def compare(
         old, new = (by_metric[name] for by_metric in rows)
         before_score, after_score = of(old.sum(0)), of(new.sum(0))
         difference = after_score - before_score
-        low, high = statistics.paired_interval(old, new, of, seed=seed)
+        low, high = statistics.score_interval(old, new, of, seed=seed)
         gained, lost = statistics.flips(each(name, old), each(name, new))
         records.append(
             {
@@ -268,10 +268,9 @@ def compare(
 def _smallest_loss(name: str, before: Rows, gained: int, reach: float) -> float | None:
     """The smallest loss, in points, that these items could have shown, from the original's rows.
 
-    Of right and wrong answers by McNemar's test; of graded ones the reach of the interval above the
-    difference, by which that has to be below zero, and None where nothing differs. None too where
-    it is more than the original scores.
+    Of right and wrong answers by McNemar's test, of graded ones by the reach of their interval
+    above the difference. None where it is more than the original scores.
     """
     if name in RIGHT_OR_WRONG:
         return statistics.smallest_loss(len(before), gained, int(before[:, 0].sum()))
-    return reach if 0 < reach <= total(name)(before.sum(0)) else None
+    return statistics.smallest_reach(len(before), total(name)(before.sum(0)), reach)

@@ -36,6 +36,18 @@ def paired_interval(
     return _percentiles(differences, level)
 
 
+def score_interval(
+    before: Rows, after: Rows, total: Callable[[Rows], float], *, seed: int
+) -> tuple[float, float]:
+    """`paired_interval` of scores from 0 to 100. One item, which resampling only repeats, leaves
+    every difference possible.
+    """
+    if len(before) == 1:
+        score = total(before[0])
+        return -score, 100 - score
+    return paired_interval(before, after, total, seed=seed)
+
+
 def mean_interval(
     values: Rows, *, seed: int, resamples: int = 1000, level: float = 0.95
 ) -> tuple[float, float]:
@@ -69,6 +81,13 @@ def smallest_loss(items: int, gained: int, right: int, level: float = 0.05) -> f
             return 100 * (lost - gained) / items
         lost += 1
     return None
+
+
+def smallest_reach(items: int, before: float, reach: float) -> float | None:
+    """The same of graded answers: the reach of their interval above the difference, by which that
+    has to be below zero. None where nothing differs, and of one item.
+    """
+    return reach if items > 1 and 0 < reach <= before else None
 
 
 def largest_loss(items: int, gained: int, lost: int, level: float = 0.95) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import inf, isinf
 from typing import Any, Literal
 
-from compress.eval.statistics import largest_loss
+from compress.eval.statistics import largest_loss, mcnemar
 from compress.eval.tasks import RIGHT_OR_WRONG
 from compress.report.words import count, paired, percent, several, significant
 
@@ -18,9 +18,10 @@ def change(task: Task) -> Change:
     Better or worse: the paired 95% interval leaves out zero. Perhaps: it does, but the exact test
     on how many answers rose and fell (McNemar, `p`) does not reach 5%. With few answers the
     interval, made by the bootstrap, is too narrow; of grades the test does not see how far they go.
+    One item has no interval.
     """
     low, high = task["ci95"]
-    if low <= 0 <= high:
+    if low <= 0 <= high or task["n"] == 1:
         return "unclear"
     sure = task.get("p", 0.0) <= 0.05
     if high < 0:
@@ -46,6 +47,17 @@ def could_show(task: Task) -> float | None:
     """
     loss = task["smallest_loss"]
     return None if loss is None or loss > task["before"] else loss
+
+
+def shows_nothing(task: Task) -> bool:
+    """Whether no loss could be called measurable here: the original scores nothing, the items are
+    too few even if all were lost, or it would have to lose more than it scores.
+    """
+    if task["before"] == 0 or mcnemar(0, task["n"]) > 0.05:
+        return True
+    low, high = task["ci95"]
+    can_differ = task["metric"] in RIGHT_OR_WRONG or low < high
+    return could_show(task) is None and can_differ
 
 
 def told(task: Task) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The verdict in plain words: does it fit, how much smaller, faster, worse, and what is unknown."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -75,15 +75,27 @@ def _headline(figures: Figures) -> str:
     if figures["fidelity"] and figures["fidelity"]["kl"] is not None:
         facts.append(f"KL {significant(figures['fidelity']['kl'], 2)}")
     if figures["tasks"]:
-        worse = len({t["name"] for t in figures["tasks"] if tasks.change(t) == "worse"})
-        every = len({t["name"] for t in figures["tasks"]})
-        if every == 1 and (worse or not broken):
-            facts.append(f"the one task {'' if worse else 'not '}measurably worse")
-        elif worse or not broken:  # that none is would be a comfort
-            facts.append(f"{worse or 'none'} of {every} tasks measurably worse")
+        facts += _tasks_fact(figures["tasks"], broken)
     if figures["gate"] and figures["gate"]["broken"]:
         facts.append("the recipe's gate is broken")
     return f"{title}: {', '.join(facts)}." if facts else f"{title}: nothing was measured."
+
+
+def _tasks_fact(scores: Sequence[Mapping[str, Any]], broken: bool) -> Iterator[str]:
+    """How many tasks are worse, and how many could not tell. broken: that none is is no comfort."""
+    every = {t["name"] for t in scores}
+    worse = {t["name"] for t in scores if tasks.change(t) == "worse"}
+    blind = every - worse - {t["name"] for t in scores if not tasks.shows_nothing(t)}
+    if broken and not worse:
+        return
+    if len(every) == 1:
+        said = "unable to show a loss" if blind else "measurably worse"
+        yield f"the one task {'' if worse or blind else 'not '}{said}"
+    elif blind == every:
+        yield f"none of {len(every)} tasks able to show a loss"
+    else:
+        unable = f" ({len(blind)} unable to show a loss)" if blind else ""
+        yield f"{len(worse) or 'none'} of {len(every)} tasks measurably worse{unable}"
 
 
 def _size_change(sizes: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from compress.eval.answers import Answer, ask, compare
 from compress.eval.items import Item
 from compress.eval.tasks import Task
+from compress.report.tasks import change
 from compress.runtime.loader import load
 
 
@@ -67,3 +68,12 @@ def test_a_model_without_numbers_chooses_nothing(stories260k):
     (answer,) = ask(model, tokenizer, task, items, batch_size=1)
     assert answer.text == ""
     assert all(map(isnan, answer.likelihoods))
+
+
+def test_one_item_leaves_every_difference_possible():
+    items, before = wrote(["x y"])
+    _, after = wrote(["x z"])
+    for row in compare(asked("generation", "exact_match", "f1"), items, before, after, seed=0):
+        assert row["ci95"] == [-100.0, 0.0]
+        assert (row["lost"], row["smallest_loss"]) == (1, None)
+        assert change(row) == "unclear"

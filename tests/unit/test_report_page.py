@@ -123,7 +123,7 @@ def test_a_score_without_tasks_or_answers_was_run_all_the_same(run: SimpleNamesp
 def test_one_is_no_plural(run: SimpleNamespace) -> None:
     score = run.manifests["score"]["metrics"]
     score["fidelity"]["windows"] = 1
-    score["tasks"][0]["n"] = 1
+    score["tasks"][0] |= {"n": 1, "lost": 1}
     for manifest in run.manifests.values():
         manifest["hardware"] = manifest["hardware"] | {"cores": 1}
     run.manifests["serve"]["metrics"]["after"]["requests"] = 1

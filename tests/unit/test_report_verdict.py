@@ -101,6 +101,7 @@ TASK = {"name": "knowledge", "metric": "accuracy", "n": 30, "before": 50.0, "aft
         ({"ci95": [-5.0, 0.0], "gained": 0, "lost": 1}, "unclear", 17.217),
         ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0}, "unclear", 11.570),
         ({"ci95": [0.0, 0.0], "gained": 0, "lost": 0, "n": 1}, "unclear", 50.0),
+        ({"ci95": [-1.0, -1.0], "gained": 0, "lost": 1, "n": 1, "metric": "f1"}, "unclear", 1.0),
         ({"ci95": [0.0, 9.0], "gained": 1, "lost": 0, "metric": "rougeL"}, "unclear", None),
         ({"ci95": [-4.0, 9.0], "gained": 3, "lost": 2, "metric": "rougeL"}, "unclear", 4.0),
         ({"ci95": [1.0, 9.0], "gained": 9, "lost": 2, "metric": "rougeL"}, "better", 0.0),
@@ -155,6 +156,37 @@ def test_a_loss_larger_than_the_score_is_none_that_could_show(run: SimpleNamespa
         assert re.findall(r'<td class="n">([^<]*)</td>', cells[0])[-2] == shown
         (line,) = (line for line in short(found).splitlines() if line.startswith("| short answers"))
         assert line.split(" | ")[-1] == f"{listed} |"
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{}], "the one task not measurably worse."),
+        ([{"ci95": [-9.0, -2.0], "p": 0.01}], "the one task measurably worse."),
+        ([{"n": 1, "ci95": [-1.0, -1.0]}], "the one task unable to show a loss."),
+        ([{"n": 2, "metric": "f1", "smallest_loss": 9.0}], "the one task unable to show a loss."),
+        ([{"before": 0.0}], "the one task unable to show a loss."),
+        ([{"smallest_loss": None}], "the one task unable to show a loss."),
+        ([{"smallest_loss": None, "metric": "f1"}], "the one task unable to show a loss."),
+        (
+            [{"smallest_loss": None, "metric": "f1", "ci95": [0.0, 0.0]}],
+            "the one task not measurably worse.",
+        ),
+        ([{"n": 5}, {"n": 5, "name": "more"}], "none of 2 tasks able to show a loss."),
+        (
+            [{}, {"n": 5, "name": "more"}],
+            "none of 2 tasks measurably worse (1 unable to show a loss).",
+        ),
+        ([{}, {"metric": "f1", "smallest_loss": None}], "the one task not measurably worse."),
+    ],
+)
+def test_a_task_that_could_show_no_loss_does_not_reassure(
+    run: SimpleNamespace, rows: list[dict[str, Any]], said: str
+) -> None:
+    row = TASK | {"ci95": [-5.0, 5.0], "gained": 1, "lost": 1, "p": 1.0, "smallest_loss": 20.0}
+    run.manifests["score"]["metrics"]["tasks"] = [row | more for more in rows]
+    run.config.score.gate = Gate()
+    assert figures(run)["verdict"]["headline"].endswith(f"KL 0.012, {said}")
 
 
 def test_outputs_that_are_not_numbers_are_said_first(run: SimpleNamespace) -> None:
