@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compress.errors import UserError
+
 
 def fingerprint(key: Mapping[str, Any]) -> str:
     """A hash of everything that an artifact was made from."""
@@ -67,11 +69,15 @@ def write_text(file: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Artifact:
-    """One stage's place in a run folder. `folder` is where the finished artifact stands."""
+    """One stage's place in a run folder. `folder` is where the finished artifact stands.
+
+    rebuilt: a damaged manifest counts for none: it is made again.
+    """
 
     stage: str
     folder: Path
     stages: Path
+    rebuilt: bool = False
 
     @property
     def manifest_file(self) -> Path:
@@ -92,15 +98,30 @@ class Artifact:
         return self.partial / "work"
 
     def manifest(self) -> dict[str, Any] | None:
-        """The manifest of a finished artifact, or None."""
-        if not self.manifest_file.exists() or not self.folder.is_dir():
-            return None
-        return json.loads(self.manifest_file.read_text())
+        """The manifest of a finished artifact, or None. Raises UserError for a damaged one."""
+        return self._read(self.manifest_file, holds="key") if self.folder.is_dir() else None
 
     def partial_key(self) -> dict[str, Any] | None:
-        """What an interrupted run of the stage was made from, or None."""
-        file = self.partial / "key.json"
-        return json.loads(file.read_text()) if file.exists() else None
+        """What an interrupted run of the stage was made from, or None. Raises UserError for a
+        damaged file.
+        """
+        return self._read(self.partial / "key.json")
+
+    def _read(self, file: Path, holds: str | None = None) -> dict[str, Any] | None:
+        if not file.exists():
+            return None
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or (holds is not None and holds not in found):
+                raise ValueError(f"no {holds or 'object'} in it")
+        except ValueError as error:
+            if self.rebuilt:
+                return None
+            raise UserError(
+                f"{file}: damaged or cut short ({error}); make the stage again with "
+                f"force=[{self.stage}]"
+            ) from error
+        return found
 
     def begin(self, key: Mapping[str, Any]) -> bool:
         """Make the partial folder ready; True where an interrupted run with this key goes on."""

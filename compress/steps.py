@@ -109,6 +109,7 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
         kinds["checkpoint"] = source.fingerprint(home(config.checkpoint))
 
     steps: list[Step] = []
+    rebuilt = forced(config, [stage.name for stage in stages])
     absent: set[str] = set()  # neither on disk nor run now: nothing is made from them
     for stage in stages:
         earlier = {s.name: fingerprint(s.key) for s in steps if s.name not in absent}
@@ -120,7 +121,9 @@ def plan_steps(config: Config, out: Path) -> list[Step]:
             **({"distill_tasks": learned_by} if learned_by and stage.name == "distill" else {}),
             "inputs": {k: earlier if k == MANIFESTS else kinds[k] for k in stage.needs},
         }
-        artifact = Artifact(stage.name, _folder(stage.name, out), out / "stages")
+        artifact = Artifact(
+            stage.name, _folder(stage.name, out), out / "stages", stage.name in rebuilt
+        )
         if config.only and stage.name not in (config.only, "source") and not artifact.manifest():
             absent.add(stage.name)
         reads = frozenset(earlier) if MANIFESTS in stage.needs else frozenset()
@@ -188,9 +191,8 @@ def _missing(name: str, kinds: list[str], config: Config) -> str:
     )
 
 
-def forced(config: Config, steps: list[Step]) -> set[str]:
-    """The stages that `force` rebuilds: from the first named one on."""
-    names = [s.name for s in steps]
+def forced(config: Config, names: list[str]) -> set[str]:
+    """Those of the stages `names` that `force` rebuilds: from the first named one on."""
     first = min((names.index(f) for f in config.force if f in names), default=len(names))
     return set(names[first:])
 
@@ -198,8 +200,7 @@ def forced(config: Config, steps: list[Step]) -> set[str]:
 def unmade(config: Config, steps: list[Step]) -> set[str]:
     """The stages that this run works at: forced, or not on disk as they are asked for."""
     wanted = {config.only, "source"} if config.only else {s.name for s in steps}
-    rebuilt = forced(config, steps)
-    return {s.name for s in steps if s.name in wanted and (s.name in rebuilt or not s.made())}
+    return {s.name for s in steps if s.name in wanted and (s.artifact.rebuilt or not s.made())}
 
 
 def _used(steps: list[Step], config: Config) -> list[Step]:
@@ -245,11 +246,10 @@ def _refuse_stale(steps: list[Step], config: Config, only: str) -> None:
 
 def _refuse_changes(steps: list[Step], config: Config) -> None:
     """Raise UserError where a stage on disk was made from other settings than those asked for."""
-    rebuilt = forced(config, steps)
     for step in steps:
         manifest = step.artifact.manifest()
         old = manifest["key"] if manifest else step.artifact.partial_key()
-        if step.name in rebuilt or old is None:
+        if step.artifact.rebuilt or old is None:
             continue
         changed = _changed(_settings(step.stage, old), _settings(step.stage, step.key), config)
         if changed:
@@ -267,7 +267,11 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any], config: Config) -> 
     """
     shrunk, shrinks = ("shrink" in key.get("scheme", {}) for key in (old, new))
     told = []
-    for name, (was, now) in changes(old, new).items():
+    found = changes(old, new)
+    by_content = {field for name, (field, _) in CONTENT.items() if name in found}
+    for name, (was, now) in found.items():
+        if name in by_content:
+            continue
         if name in CONTENT:
             field, what = CONTENT[name]
             section, _, last = field.partition(".")

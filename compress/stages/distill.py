@@ -229,7 +229,7 @@ class Distill:
 
     def _labels(self, run: Run) -> Labels:
         """The teacher's labels, which stay beside the stages: other training settings read them."""
-        place = Artifact("labels", run.stages / "labels", run.stages)
+        place = Artifact("labels", run.stages / "labels", run.stages, rebuilt=True)
         return labels.make(place, self._teacher(run), self._windows(run))
 
     def _teacher(self, run: Run) -> Teacher | Endpoint:

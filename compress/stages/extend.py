@@ -292,7 +292,7 @@ class Extend:
         windows = long_training.to_label(steps)
         if windows is None:
             return None
-        place = Artifact("extend_labels", run.stages / "extend_labels", run.stages)
+        place = Artifact("extend_labels", run.stages / "extend_labels", run.stages, rebuilt=True)
         return labels.make(
             place, original(run, self.top_k, getattr(torch, self.precision)), windows
         )

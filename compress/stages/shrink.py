@@ -292,7 +292,7 @@ class Shrink:
         original, trust = run.artifacts["dense"], run.config.model.trust_remote_code
         config = read_config(original, trust)
         return labels.make(
-            Artifact(LABELS, run.stages / LABELS, run.stages),
+            Artifact(LABELS, run.stages / LABELS, run.stages, rebuilt=True),
             Teacher(
                 original,
                 config.get_text_config().vocab_size,

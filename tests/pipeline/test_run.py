@@ -141,6 +141,28 @@ def test_changed_files_are_told_by_the_field_that_names_them(small: Small, tmp_p
         assert str(refused.value) == f"{said}{told}{way}"
 
 
+def test_a_damaged_manifest_is_told_by_its_file_and_made_again_by_force(small: Small) -> None:
+    stages = "stages=[calibrate,quantize]"
+    out = pipeline.run(small(stages))
+    manifest = out / "stages" / "quantize.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:200])
+    for words in ([], ["only=calibrate"]):
+        with pytest.raises(UserError, match=rf"^{manifest}: damaged .*force=\[quantize\]$"):
+            pipeline.run(small(stages, *words))
+    pipeline.run(small(stages, "force=[quantize]"))
+    assert json.loads(manifest.read_text())["key"] == json.loads(whole)["key"]
+
+
+def test_a_file_that_is_named_anew_is_told_once(small: Small) -> None:
+    config = small("score.text=b.txt")
+    first = {"score_text": None, "score": {"text": None}}
+    second = {"score_text": "a" * 64, "score": {"text": "b.txt"}}
+    assert steps._changed(first, second, config) == ["score.text was null, is now b.txt"]
+    moved = {**second, "score": {"text": "c.txt"}}
+    assert steps._changed(moved, second, config) == ['score.text was "c.txt", is now "b.txt"']
+
+
 def test_keys_are_told_apart_in_the_user_s_words(small: Small) -> None:
     config = small("distill.teacher=/t", "score.text=null", "quantize.clip=false")
     first = {"teacher": None, "score_text": "a" * 64, "kv_cache": "16", "version": 1}

@@ -1,5 +1,6 @@
 """A stage's result is whole or not there."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.artifact import Artifact, differences, fingerprint, write_json, write_text
+from compress.errors import UserError
 
 KEY = {"stage": "quantize", "quantize": {"bits": 8, "keep": []}, "inputs": {"dense": "a"}}
 
@@ -35,6 +37,22 @@ def test_interrupted_work_goes_on_only_with_the_same_key(tmp_path: Path) -> None
     assert (artifact.work / "block_0").exists()
     assert artifact.begin({**KEY, "quantize": {"bits": 4}}) is False
     assert not (artifact.work / "block_0").exists()
+
+
+@pytest.mark.parametrize("left", ['{"key": {"st', "", "[1]", '{"stage": "quantize"}'])
+def test_a_manifest_that_was_cut_short_is_told_or_made_again(tmp_path: Path, left: str) -> None:
+    artifact = make(tmp_path)
+    artifact.begin(KEY)
+    artifact.finish({"key": KEY})
+    artifact.manifest_file.write_text(left)
+    said = rf"^{artifact.manifest_file}: damaged or cut short \(.*\); make .* force=\[quantize\]$"
+    with pytest.raises(UserError, match=said):
+        artifact.manifest()
+    again = replace(artifact, rebuilt=True)
+    assert again.manifest() is None
+    again.begin(KEY)
+    again.finish({"key": KEY})
+    assert artifact.manifest() == {"key": KEY}
 
 
 def test_the_old_result_stands_until_the_new_one_is_whole(tmp_path: Path) -> None:
