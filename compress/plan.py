@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from compress.planning.shape import Shape
 
 
+GIB = 1 << 30
+"""Data sheets say GB for what may be GiB: so much of each is taken for memory that a GPU has."""
+
+
 @dataclass(kw_only=True)
 class Options:
     """The fields of the command line; the module's docstring says what each is."""
@@ -53,12 +57,16 @@ class Options:
 
     def __post_init__(self) -> None:
         problems = []
+        if not self.model:
+            problems.append("model is empty; wanted a model's folder or its config.json")
         if self.memory is not None and not SIZE.fullmatch(self.memory):
             problems.append(f"memory is {self.memory!r}; wanted a size such as 24GB or 80GiB")
         for name, choices in (("device", (*GPUS, CPU)), ("engine", ENGINES)):
             if getattr(self, name) not in (None, *choices):
                 listed = ", ".join(choices)
                 problems.append(f"{name} is {getattr(self, name)!r}; wanted one of {listed}")
+        if not problems and (problem := self._too_much()):
+            problems.append(problem)
         for name, least in (("window", 1), ("beams", 2)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -67,6 +75,19 @@ class Options:
             problems.append(f"rate is {self.rate}; wanted requests a second, such as 2.5")
         if problems:
             raise ConfigError(problems)
+
+    def _too_much(self) -> str | None:
+        """Words for more memory than the GPU has, or than any of the table; of a CPU all passes."""
+        if self.memory is None or self.device == CPU:
+            return None
+        gpus = list(GPUS.values()) if self.device is None else [GPUS[self.device]]
+        largest = max(gpus, key=lambda gpu: gpu.memory)
+        if parse_size(self.memory) <= largest.memory * GIB / 1e9:
+            return None
+        most = f"{largest.name} has {largest.memory / 1e9:g}GB"
+        if self.device is None:
+            return f"memory is {self.memory}; {most}, the most of the devices that are planned for"
+        return f"memory is {self.memory}; {most}: wanted no more, or another device"
 
 
 def _device(asked: Options, shape: "Shape") -> Device:

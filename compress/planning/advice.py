@@ -2,6 +2,7 @@
 quantization, then distillation. Every line carries its figure, from the figures of `study`.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -90,11 +91,14 @@ def _decoding(plan: Figures) -> Iterator[tuple[str, str]]:
             f"request then reserves {words.percent(found['cap_reserves'], 0)} of what the longest "
             "answer asks.",
         )
+    many, one = (found["beam_requests"][copies] for copies in (beams, "1"))
+    at_once = f"with {words.several(many, 'request')} at once instead of {words.count(one)}"
+    if many == one:
+        at_once = f"with {words.several(many, 'request')} at once either way"
+        at_once += ", the most that is simulated" if many == found["most_at_once"] else ""
     yield (
         "decoding",
-        f"{beams} beams leave {words.rate(rate[beams])} of {words.rate(rate['1'])}, with "
-        f"{words.count(found['beam_requests'][beams])} requests at once instead of "
-        f"{words.count(found['beam_requests']['1'])}.",
+        f"{beams} beams leave {words.rate(rate[beams])} of {words.rate(rate['1'])}, {at_once}.",
     )
 
 
@@ -115,11 +119,12 @@ def _split(plan: Figures) -> Iterator[tuple[str, str]]:
 def _context(plan: Figures) -> Iterator[tuple[str, str]]:
     found = plan["long_context"]
     window, longest = words.count(found["window"]), words.count(found["longest"])
+    beyond = _beyond(found, plan["positions"])
     if not found["over"]:
         yield (
             "context",
             f"No longer context is needed: the longest request has {longest} tokens, "
-            f"the window {window}.",
+            f"the window {window}.{beyond}",
         )
         return
     costs = "; ".join(
@@ -129,7 +134,19 @@ def _context(plan: Figures) -> Iterator[tuple[str, str]]:
     yield (
         "context",
         f"{words.percent(found['share'])} of the requests are over the window of {window} tokens. "
-        f"{_chosen(found, plan['base'])} KV cache and TTFT of each of them: {costs}.",
+        f"{_chosen(found, plan['base'])} KV cache and TTFT of each of them: {costs}.{beyond}",
+    )
+
+
+def _beyond(found: Figures, positions: int) -> str:
+    """A remark on a window that the model does not have; empty where it has it."""
+    if found["window"] <= positions:
+        return ""
+    window, factor = found["window"], math.ceil(found["window"] / positions)
+    unused = ", which none of these requests needs" if found["longest"] <= positions else ""
+    return (
+        f" The model's own window is {words.count(positions)} tokens: {words.count(window)} take "
+        f"extending it by {words.count(factor)}{unused}."
     )
 
 
@@ -142,6 +159,13 @@ def _chosen(found: Figures, base: str) -> str:
     match found["choice"]:
         case "truncate":
             return f"No longer context is needed: truncation drops only {dropped} of their prompts."
+        case "window":
+            longer = found["windows"][-1]["tokens"]
+            return (
+                f"Serve with window={longer}, which the model has without training: "
+                f"{words.count(extended['at_once'])} of them at once. Truncation drops {dropped} "
+                "of their prompts."
+            )
         case "extend":
             return (
                 f"A longer one pays if they must be read whole: extend by {found['factor']}, "

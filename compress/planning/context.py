@@ -5,6 +5,7 @@ a longer window, by a prompt cut from its start, or from summaries of its parts 
 merging, Chang et al., BooookScore, 2024; here in two stages).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -28,30 +29,34 @@ def long_context(
     """How many requests are over `window`, and what each way of serving these costs.
 
     memory: bytes of the device. `windows`: a row for the window, twice, four times it and so on,
-    until none is over. `ways`: for each of the requests that are over, alone on the device, in the
-    mean: `bytes` of KV cache, `at_once`: how many such fit beside the weights, `ttft_s` until the
-    answer begins, `seconds` until it ends, `tokens` read and written. `dropped`: share of their
-    prompts' tokens that truncation cuts. `choice`: none, truncate, summaries or extend.
+    until none is over; on the way the model's own window, which takes no training. `factor`: by
+    which the last of them extends the model's own, 1 where that holds it. `ways`: for each of the
+    requests that are over, alone on the device, in the mean: `bytes` of KV cache, `at_once`: how
+    many such fit beside the weights, `ttft_s` until the answer begins, `seconds` until it ends,
+    `tokens` read and written. `dropped`: share of their prompts' tokens that truncation cuts.
+    `choice`: none, truncate, summaries, extend, or window where the model has the longer one.
     """
     over = [r for r in requests if r.total > window]
-    longest = max(r.total for r in requests)
+    longest, positions = max(r.total for r in requests), clock.shape.positions
     found: dict[str, Any] = {
         "window": window,
         "longest": longest,
         "over": len(over),
         "share": len(over) / len(requests),
-        "windows": [_window(requests, clock, w, memory) for w in _doubled(window, longest)],
+        "windows": [
+            _window(requests, clock, w, memory) for w in _windows(window, longest, positions)
+        ],
         "choice": "none",
     }
     if not over:
         return found
     turns = {
-        "truncate": [[Request(_kept(request, window), request.new)] for request in over],
+        "truncate": [[request] for request in within(over, window)],
         "summaries": [_in_parts(request, window) for request in over],
         "extend": [[request] for request in over],
     }
     found |= {
-        "factor": found["windows"][-1]["tokens"] // window,
+        "factor": math.ceil(found["windows"][-1]["tokens"] / positions),
         "dropped": _cut(over, window) / sum(request.prompt for request in over),
         "parts": fmean(len(of_one) - 1 for of_one in turns["summaries"]),
         "ways": {way: _cost(of_all, clock, memory) for way, of_all in turns.items()},
@@ -59,11 +64,14 @@ def long_context(
     return {**found, "choice": _choice(found)}
 
 
-def _doubled(window: int, longest: int) -> list[int]:
-    """The window, and its doubles up to the first that holds the longest request."""
+def _windows(window: int, longest: int, positions: int) -> list[int]:
+    """The window, and its doubles up to the first that holds the longest request; none passes over
+    the model's own window of so many positions.
+    """
     windows = [window]
     while windows[-1] < longest:
-        windows.append(2 * windows[-1])
+        last = windows[-1]
+        windows.append(min(2 * last, positions) if last < positions else 2 * last)
     return windows
 
 
@@ -103,11 +111,14 @@ def _cost(turns: Sequence[Sequence[Request]], clock: Clock, memory: int) -> dict
 def _choice(found: dict[str, Any]) -> str:
     """The way that is advised, for requests of which some are over the window."""
     extended, summarized = found["ways"]["extend"], found["ways"]["summaries"]
+    sooner = extended["ttft_s"] <= summarized["ttft_s"]
+    if found["factor"] == 1 and extended["at_once"] >= 1 and sooner:
+        return "window"
     if found["dropped"] <= LITTLE:
         return "truncate"
     if found["share"] <= RARE or extended["at_once"] < 1:
         return "summaries"
-    return "extend" if extended["ttft_s"] <= summarized["ttft_s"] else "summaries"
+    return "extend" if sooner else "summaries"
 
 
 def within(requests: Sequence[Request], window: int) -> list[Request]:
@@ -139,7 +150,8 @@ def _in_parts(request: Request, window: int) -> list[Request]:
     part = max(1, window - summary)
     starts = range(0, request.prompt, part)
     parts = [Request(min(part, request.prompt - start), summary) for start in starts]
-    return [*parts, Request(min(_kept(request, window), summary * len(parts)), request.new)]
+    (cut,) = within([request], window)
+    return [*parts, replace(cut, prompt=min(cut.prompt, summary * len(parts)))]
 
 
 def _alone(clock: Clock, request: Request) -> float:

@@ -73,6 +73,7 @@ def decoding(requests: Sequence[Request], clock: Clock, room: float, beams: int)
     )
     return {
         "beams": beams,
+        "most_at_once": MOST_AT_ONCE,
         "beam_requests": {"1": one, str(beams): many},
         "beam_tokens_per_s": {"1": one / alone, str(beams): many / in_beams},
         "cap": cap,

@@ -45,7 +45,8 @@ def read_requests(source: str, rate: float | None = None, seed: int = 0) -> list
     """The requests of a file, or of PROMPTxNEW such as 512x128 (64 of them), in order of arrival.
 
     rate: requests a second that come in at random times (a Poisson process) where the file has no
-    `at`; None: all are there at the start. Raises UserError with the line for what is no request.
+    `at`; None: all are there at the start. Raises UserError with the line for what is no request,
+    and for times that some lines alone have, or that are given beside a rate.
     """
     uniform = UNIFORM.fullmatch(source)
     if uniform:
@@ -54,7 +55,15 @@ def read_requests(source: str, rate: float | None = None, seed: int = 0) -> list
     else:
         lines = _lines(source)
     requests = [_request(where, fields) for where, fields in lines]
-    if rate is not None and all("at" not in fields for _, fields in lines):
+    timed_lines = ["at" in fields for _, fields in lines]
+    if any(timed_lines) and not all(timed_lines):
+        bare, _ = lines[timed_lines.index(False)]
+        raise UserError(f'{bare}: no "at", which other lines have; wanted it in all, or in none')
+    if rate is not None and any(timed_lines):
+        raise UserError(
+            f'rate={rate:g}, but the lines of {source} have "at"; wanted one of the two'
+        )
+    if rate is not None:
         draw, now = random.Random(seed), 0.0
         timed = []
         for request in requests:

@@ -124,6 +124,17 @@ def test_a_scheme_that_is_none_and_one_that_does_not_fit_are_told_apart(
     [
         (["memory=24GB"], "model is not given"),
         (["model=x", "memory=24"], "memory is '24'"),
+        (["model="], "model is empty; wanted a model's folder or its config.json"),
+        (
+            ["model=x", "device=a10g", "memory=80GB"],
+            "memory is 80GB; a10g has 24GB: wanted no more, or another device",
+        ),
+        (
+            ["model=x", "memory=900GB"],
+            "memory is 900GB; h200 has 141GB, the most of the devices that are planned for",
+        ),
+        (["model=x", "device=a100", "memory=80GiB"], "model=x: no such file"),
+        (["model=x", "device=cpu", "memory=900GB"], "model=x: no such file"),
         (["model=x", "device=tpu"], "device is 'tpu'; wanted one of a10g, l4,"),
         (["model=x", "beams=1"], "beams is 1"),
         (["model=x", "rate=no"], "rate=no"),

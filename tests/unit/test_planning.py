@@ -341,7 +341,7 @@ def test_decoding_settings_by_hand(small: Shape) -> None:
 
 def test_requests_are_read_with_their_times(tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
-    lines = '{"prompt": 8, "new": 2, "at": 3}\r\n\n{"prompt_tokens": 5, "new_tokens": 1}\n'
+    lines = '{"prompt": 8, "new": 2, "at": 3}\r\n\n{"prompt_tokens": 5, "new_tokens": 1, "at": 0}\n'
     file.write_text(lines, encoding="utf-8-sig")
     assert read_requests(str(file)) == [Request(5, 1), Request(8, 2, 3.0)]
     assert read_requests("12x3") == [Request(12, 3)] * 64
@@ -379,6 +379,23 @@ def test_a_wrong_request_is_named_by_its_line(tmp_path: Path, line: str, said: s
     with pytest.raises(UserError) as raised:
         read_requests(str(file))
     assert said in str(raised.value)
+
+
+def test_times_that_some_lines_have_or_that_stand_beside_a_rate_are_refused(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "lengths.jsonl"
+    timed, bare = '{"prompt": 8, "new": 2, "at": 3}\n', '{"prompt": 5, "new": 1}\n'
+    file.write_text(timed + bare)
+    said = rf'^{file}:2: no "at", which other lines have; wanted it in all, or in none$'
+    for rate in (None, 2.0):
+        with pytest.raises(UserError, match=said):
+            read_requests(str(file), rate=rate)
+    file.write_text(timed)
+    with pytest.raises(UserError, match=rf'^rate=2.5, but the lines of {file} have "at"; wanted'):
+        read_requests(str(file), rate=2.5)
+    file.write_text(bare)
+    assert read_requests(str(file), rate=2.5) == [Request(5, 1, 0.0)]
 
 
 def test_requests_at_the_times_of_a_clock_are_planned_for(small: Shape, tmp_path: Path) -> None:

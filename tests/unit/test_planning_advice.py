@@ -122,6 +122,20 @@ def test_on_equal_lengths_nothing_is_advised_that_changes_nothing(
     assert said(plan, "distillation") == ""  # the student has as many blocks
 
 
+def test_beams_that_take_no_requests_away_are_not_said_to(plan: dict[str, Any]) -> None:
+    def beams(many: int, one: int) -> str:
+        requests = {"4": many, "1": one}
+        return said(
+            {**plan, "decoding": {**plan["decoding"], "beam_requests": requests}}, "decoding"
+        )
+
+    assert beams(256, 256).endswith(
+        ", with 256 requests at once either way, the most that is simulated."
+    )
+    assert beams(64, 256).endswith(", with 64 requests at once instead of 256.")
+    assert beams(1, 1).endswith(", with 1 request at once either way.")
+
+
 def test_a_cache_that_holds_no_more_in_8_bit_is_not_advised(plan: dict[str, Any]) -> None:
     rows = [{**row, "largest_batch": {"16": 1, "v8": 1, "kv8": 1}} for row in plan["schemes"]]
     assert "in 8 bit" not in said({**plan, "schemes": rows}, "cache")

@@ -146,6 +146,45 @@ def test_a_window_that_answers_later_than_summaries_is_not_advised(clock: Clock)
     assert found["choice"] == "summaries"
 
 
+def test_a_window_that_the_model_has_is_served_with(small: Shape, clock: Clock) -> None:
+    found = long_context([*SHORT, Request(750, 16)], clock, 400, MEMORY)
+    assert [row["tokens"] for row in found["windows"]] == [400, 800]
+    assert (found["factor"], found["choice"]) == (1, "window")
+    # 600 and 1000 positions: doubling stops at what the model has, and goes on from there.
+    assert [row["tokens"] for row in long_context([LONG], clock, 600, MEMORY)["windows"]] == [
+        600,
+        1000,
+        2000,
+    ]
+    assert long_context([LONG], clock, 600, MEMORY)["factor"] == 2
+    assert long_context([LONG], clock, 600, MEMORY)["choice"] == "extend"
+    # No room for all of it.
+    assert long_context([Request(900, 16)], clock, 400, 10_000_000)["choice"] == "summaries"
+    said = context_of(plan_of(small, [*SHORT, Request(750, 16)], 400))
+    assert "Serve with window=800, which the model has without training: " in said
+    assert "extend" not in said
+
+
+def test_a_window_beyond_the_model_s_own_is_remarked(small: Shape) -> None:
+    own = "The model's own window is 1,000 tokens: "
+    said = context_of(plan_of(small, SHORT, 100_000_000))
+    assert said.endswith(
+        f"{own}100,000,000 take extending it by 100,000, which none of these requests needs."
+    )
+    assert context_of(plan_of(small, [LONG], 1700)).endswith(f"{own}1,700 take extending it by 2.")
+    assert own not in context_of(plan_of(small, SHORT, 1000))
+
+
+def test_an_answer_longer_than_the_window_is_cut_alike_everywhere(clock: Clock) -> None:
+    found = long_context([Request(512, 128)], clock, 100, MEMORY)
+    cut, whole = found["ways"]["truncate"], found["windows"][0]
+    assert (cut["tokens"], cut["bytes"]) == (100, 100 * TOKEN)
+    assert (cut["bytes"], cut["at_once"]) == (whole["bytes"], whole["at_once"])
+    # 11 parts of 50 tokens or less with summaries of 50, then one token and 99 new ones.
+    assert found["ways"]["summaries"]["tokens"] == 512 + 11 * 50 + 1 + 99
+    assert found["ways"]["summaries"]["bytes"] == 100 * TOKEN
+
+
 def test_requests_over_the_window_are_cut_to_it() -> None:
     asked = [Request(100, 10, 1.0), LONG, Request(3000, 5000)]
     assert within(asked, 1000) == [asked[0], Request(900, 100), Request(1, 999)]
@@ -158,6 +197,11 @@ def test_what_does_not_fit_whole_is_planned_for_in_the_window(small: Shape) -> N
     (said,) = (one["text"] for one in plan["advice"] if one["about"] == "context")
     assert "a longer window does not fit beside the weights" in said
     assert "requests of 1,000 tokens (the longest, cut to the window)" in tables.console(plan)
+
+
+def context_of(plan: dict[str, Any]) -> str:
+    (said,) = (one["text"] for one in plan["advice"] if one["about"] == "context")
+    return str(said)
 
 
 def plan_of(shape: Shape, requests: list[Request], window: int) -> dict[str, Any]:
