@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from compress.errors import UserError
 from compress.model_path import home
 from compress.quantization_config import group_specs
+from compress.runtime import loader
 from compress.sizes import tensor_elements
 from compress.source import describe
 from compress.tensors import TensorFiles
@@ -30,9 +31,19 @@ def problem(folder: str, stages: list[str]) -> str | None:
     return None
 
 
-def refuse(folder: str, original: PretrainedConfig) -> None:
-    """Raise UserError where the checkpoint's outputs are not for the tokens of the original's."""
-    found = describe(home(folder))
+def refuse(folder: str, original: PretrainedConfig, trust_remote_code: bool = False) -> None:
+    """Raise UserError where the checkpoint does not load, as far as its config.json and the headers
+    of its weights tell, or its outputs are not for the tokens of the original's.
+    """
+    place = home(folder)
+    try:
+        found = describe(place)
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+    except ValueError as error:
+        raise UserError(
+            f"{place / 'config.json'}: damaged or cut short ({error}); get the checkpoint again"
+        ) from error
     size = found.get("vocab_size", found.get("text_config", {}).get("vocab_size"))
     wanted = original.get_text_config().vocab_size
     if size not in (None, wanted):
@@ -40,6 +51,7 @@ def refuse(folder: str, original: PretrainedConfig) -> None:
             f"checkpoint={folder}: a vocabulary of {size}, the original's is {wanted}; wanted a "
             "checkpoint of the model that model.path names"
         )
+    loader.check(place, trust_remote_code=trust_remote_code)
 
 
 def name_of(folder: str) -> str:

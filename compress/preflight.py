@@ -36,7 +36,7 @@ def refuse(
     if "extend" in ahead:
         config.extend.refuse(model)
     if config.checkpoint is not None:
-        judged.refuse(config.checkpoint, model)
+        judged.refuse(config.checkpoint, model, trust)
     if "serve" in ahead:
         pick_backend(config.device, config.serve.backend)
     if "score" in ahead:

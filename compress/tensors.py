@@ -78,7 +78,12 @@ class TensorFiles(Mapping[str, Tensor]):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                     part = file.get_slice(name)
-                    found[name] = tuple(part.get_shape()), DTYPES[part.get_dtype()]
+                    if (stored := part.get_dtype()) not in DTYPES:
+                        raise UserError(
+                            f"{path}: {name} is stored as {stored}; wanted a dtype of "
+                            f"{', '.join(DTYPES)}"
+                        )
+                    found[name] = tuple(part.get_shape()), DTYPES[stored]
         return found
 
 

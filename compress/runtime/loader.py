@@ -1,7 +1,7 @@
 """A model folder, dense or quantized, as a transformers model that runs through our kernels."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,18 @@ def load(
     if generation is not None:
         skeleton.generation_config = generation
     return skeleton.eval().requires_grad_(False)
+
+
+def check(folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Raise UserError where `load` would, as far as configurations and headers tell: no weight is
+    read, so that what two tied tensors or damaged values hold is left to it.
+    """
+    generation_config(folder)
+    skeleton = build_empty(folder, "cpu", None, trust_remote_code)
+    slots = _Slots(skeleton, folder)
+    for stored, (shape, dtype) in TensorFiles(folder).shapes().items():
+        slots.take(model_name(skeleton.config, stored), shape, dtype)
+    _check_complete(skeleton, slots.found, folder)
 
 
 def make_ready(model: PreTrainedModel, backend: str, *, fused: bool) -> None:
@@ -210,44 +222,63 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             ) from error
 
 
-def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
-    """Put the stored tensors into the model; returns the names found."""
-    found: set[str] = set()
-    wanted = model.state_dict()
-    tied = model.all_tied_weights_keys
-    quantized = any(isinstance(module, QuantLinear) for module in model.modules())
-    on_cpu, pages = torch.device(device).type == "cpu", Pages()
-    for stored, tensor in stored_tensors(folder):
-        name = model_name(model.config, stored)
-        if name in found:
+class _Slots:
+    """The places of a model's tensors, by name, and which of them are `found` in files."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        self.folder = folder
+        self.found: set[str] = set()
+        self._wanted = model.state_dict()
+        self._tied = model.all_tied_weights_keys
+        self._quantized = any(isinstance(module, QuantLinear) for module in model.modules())
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """The empty tensor that the stored one fills; None for one that is another's, or no part
+        of the model. Raises UserError where it cannot be there, or not be so.
+        """
+        folder = self.folder
+        if name in self.found:
             raise UserError(f"{folder}: {name} is stored twice; every tensor must be there once")
-        found.add(name)
+        self.found.add(name)
         if name.endswith(FOLLOWS_FROM_CONFIG):
-            continue
-        if name not in wanted and not quantized:
-            continue  # as transformers does: old GPT-NeoX files hold masks
-        if name not in wanted:
+            return None
+        if name not in self._wanted and not self._quantized:
+            return None  # as transformers does: old GPT-NeoX files hold masks
+        if name not in self._wanted:
             raise UserError(
                 f"{folder}: {name} is stored, but the model of config.json has no such tensor; "
                 "ignore in quantization_config must list full names"
             )
-        if name in tied:
-            _check_tied(model.all_tied_weights_keys[name], name, tensor, folder)
-            continue
-        target = wanted[name]
-        if tensor.shape != target.shape:
+        if name in self._tied:
+            return None
+        target = self._wanted[name]
+        if tuple(shape) != tuple(target.shape):
             raise UserError(
-                f"{folder}: {name} has shape {tuple(tensor.shape)}; wanted {tuple(target.shape)}"
+                f"{folder}: {name} has shape {tuple(shape)}; wanted {tuple(target.shape)}"
             )
-        if tensor.is_floating_point() != target.is_floating_point():
-            raise UserError(f"{folder}: {name} is {tensor.dtype}; wanted {target.dtype}")
+        if dtype.is_floating_point != target.is_floating_point():
+            raise UserError(f"{folder}: {name} is {dtype}; wanted {target.dtype}")
+        return target
+
+
+def _fill(model: PreTrainedModel, folder: Path, device: str) -> set[str]:
+    """Put the stored tensors into the model; returns the names found."""
+    slots, tied = _Slots(model, folder), model.all_tied_weights_keys
+    on_cpu, pages = torch.device(device).type == "cpu", Pages()
+    for stored, tensor in stored_tensors(folder):
+        name = model_name(model.config, stored)
+        target = slots.take(name, tensor.shape, tensor.dtype)
+        if target is None:
+            if name in tied:
+                _check_tied(tied[name], name, tensor, folder)
+            continue
         dtype = tensor.dtype if name.endswith(".weight_scale") else target.dtype
         # A copy, so that the file can be closed.
         if on_cpu:
             assign(model, name, pages.place(tensor, dtype))
         else:
             assign(model, name, tensor.to(device=device, dtype=dtype, copy=True))
-    return found
+    return slots.found
 
 
 def _check_tied(source: str, name: str, tensor: Tensor, folder: Path) -> None:

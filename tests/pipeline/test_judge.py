@@ -108,6 +108,64 @@ def test_each_checkpoint_has_a_folder_of_its_own(peer: Path, tiny_model: Path) -
     assert composed(*words, f"checkpoint={inside}").out == "runs/judge/int8-model-checkpoint"
 
 
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def emptied(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def taken_away(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def reshaped(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][1:].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def left_out(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scale"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def of_another_method(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "awq"
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (cut, r"model\.safetensors: damaged or cut short at \d+ bytes \(.*\); fetch it again$"),
+        (emptied, r"model\.safetensors: damaged or cut short at 0 bytes \(.*\); fetch it again$"),
+        (taken_away, "no model.safetensors and no model.safetensors.index.json; wanted weights"),
+        (reshaped, r"model\.norm\.weight has shape \(\d+,\); wanted \(\d+,\)$"),
+        (left_out, r"layers\.1\.mlp\.up_proj\.weight_scale is missing from the safetensors files;"),
+        (of_another_method, "^quantization_config is 'awq' with 1 groups; wanted compressed-tens"),
+    ],
+)
+def test_a_broken_checkpoint_is_told_before_the_original_is_asked(
+    judge: Callable[..., Config],
+    peer: Path,
+    tmp_path: Path,
+    broken: Callable[[Path], None],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(peer, folder)
+    broken(folder)
+    monkeypatch.setattr(pipeline, "_run_steps", lambda *_: pytest.fail("a stage was begun"))
+    with pytest.raises(UserError, match=said):
+        pipeline.run(judge(folder))
+
+
 def test_what_cannot_be_judged_is_refused(
     judge: Callable[..., Config], peer: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -117,8 +175,12 @@ def test_what_cannot_be_judged_is_refused(
         judge(peer, "stages=[calibrate,quantize,score]")
     other = tmp_path / "other"
     other.mkdir()
-    changed = json.loads((peer / "config.json").read_text()) | {"vocab_size": 512}
-    (other / "config.json").write_text(json.dumps(changed))
+    whole = (peer / "config.json").read_text()
+    (other / "config.json").write_text(whole[:200])
+    said = rf"^{other}/config.json: damaged or cut short \(.+\); get the checkpoint again$"
+    with pytest.raises(UserError, match=said):
+        pipeline.run(judge(other))
+    (other / "config.json").write_text(json.dumps(json.loads(whole) | {"vocab_size": 512}))
     with pytest.raises(UserError, match=r"other: a vocabulary of 512, the original's is \d+; want"):
         pipeline.run(judge(other))
     missing = composed("recipe=judge", f"model.path={tiny_model}", f"out={tmp_path / 'none'}")
