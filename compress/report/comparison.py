@@ -69,7 +69,7 @@ def _read(folder: Path) -> Report:
     file = folder / "report.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or "bits_per_weight_before" not in found:
+        if not isinstance(found, dict) or "model_content" not in found:
             raise ValueError("written before it held all that its page shows")
     except OSError as error:
         raise UserError(
@@ -121,9 +121,11 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _identity(report: Report) -> tuple[Any, ...]:
-    """Which original: its path and revision, and how many parameters it has. `parameters` of a
-    report are the student's where a student took its place.
+    """Which original: what it holds; where that is not known its path and revision, and how many
+    parameters it has. `parameters` of a report are the student's where a student took its place.
     """
+    if report["model_content"] is not None:
+        return report["model_content"], None
     plan = report["plan"]
     parameters = (
         round(8 * plan["bytes"]["before"]["total"] / plan["bits_per_weight"]["before"])

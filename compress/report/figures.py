@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from compress import judged, machine
+from compress import judged, machine, source
 from compress.eval import gate
 from compress.quoting import typed
 from compress.report import tasks
@@ -40,6 +40,7 @@ def figures(run: Run, terms: Terms = UNKNOWN, load: Sequence[str] = ()) -> dict[
         "recipe": config.recipe,
         "model": config.model.path,
         "model_name": config.model.name,
+        "model_content": _content(_models(run).get("original")),
         "scheme": _first(metrics, "scheme", ("quantize", "plan")),
         "parameters": plan["parameters"] if plan else None,
         "engine": config.engine,
@@ -99,6 +100,11 @@ def _models(run: Run) -> dict[str, Path]:
         "compressed": run.artifacts.get("checkpoint"),
     }
     return {name: place for name, place in places.items() if place is not None}
+
+
+def _content(original: Path | None) -> str | None:
+    """A hash of what the original holds, whatever it was called; None where it is not there."""
+    return source.fingerprint(original) if original is not None and original.exists() else None
 
 
 def _folders(run: Run) -> tuple[Path, Path]:

@@ -29,7 +29,7 @@ class Report:
     """
 
     name: ClassVar[str] = "report"
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     needs: ClassVar[tuple[str, ...]] = ("manifests",)
     gives: ClassVar[str | None] = None
     shares: ClassVar[tuple[str, ...]] = ("gate",)

@@ -15,6 +15,7 @@ from compress import compare
 from compress.errors import UserError
 from compress.report.comparison import comparison
 from compress.report.figures import figures
+from compress.source import fingerprint
 
 
 def run(
@@ -142,6 +143,24 @@ def test_what_was_measured_on_another_text_or_machine_is_not_beaten(runs: list[P
     change(runs[1], {"hardware.cpu": "Another CPU"})
     found = comparison([runs[1], runs[0], runs[2]], Path())
     assert {row["name"]: row["beaten_by"] for row in found["rows"]}["bad"] is None
+
+
+def test_an_original_is_known_by_what_it_holds(tmp_path: Path, runs: list[Path]) -> None:
+    contents = []
+    for folder, held in (("made", "{}"), ("stages/source", "{}"), ("other", '{"a": 1}')):
+        original = tmp_path / folder
+        original.mkdir(parents=True)
+        (original / "config.json").write_text(held)
+        made = fixture(original)
+        made.artifacts["dense"] = original
+        contents.append(figures(made)["model_content"])
+    assert contents[0] == contents[1] == fingerprint(tmp_path / "made") != contents[2]
+    for folder, content in zip(runs, contents, strict=True):
+        change(folder, {"model_content": content})
+    change(runs[1], {"model": str(tmp_path / "stages/source"), "plan": None, "parameters": 7})
+    assert comparison(runs)["remarks"] == ["The originals differ: bad beside w8."]
+    names = ["original of w8 and w4", "w8", "w4", "original of bad", "bad"]
+    assert [row["name"] for row in comparison(runs)["rows"]] == names
 
 
 def test_a_student_has_the_same_original(runs: list[Path]) -> None:
