@@ -42,10 +42,11 @@ def check(jobs: Sequence[tuple[Job, DictConfig]]) -> None:
         settings = settled(alone, job)
         here = folders.setdefault(Path(settings.out or "").resolve(), {})
         if (other := here.setdefault(settings.only, job)) is not job:
-            raise UserError(
-                f"its folder is {settings.out}, as that of job {other.number}; wanted one for "
-                "each: leave out= away, or start them one by one, each with its out="
-            )
+            way = "wanted each once"
+            if job.swept != other.swept:
+                away = "" if alone.out is None else "leave out= away, or "
+                way = f"wanted one for each: {away}start them one by one, each with its out="
+            raise UserError(f"its folder is {settings.out}, as that of job {other.number}; {way}")
         if len(here) == 1:  # the others read what those before them will leave there
             pipeline.check(settings)
 

@@ -296,6 +296,10 @@ def test_a_sweep_makes_a_run_of_each_and_sets_them_side_by_side(
             "job 3 of 3 (out=./b/../a): its folder is b/../a, as that of job 1; wanted one for",
         ),
         (
+            ["seed=1,1", "out=both"],
+            "job 2 of 2 (seed=1): its folder is both, as that of job 1; wanted each once",
+        ),
+        (
             ["quantize=w8a8,w4a16", "only=quantize,export", "out=both"],
             "job 3 of 4 (quantize=w4a16 only=quantize): its folder is both, as that of job 1;",
         ),
