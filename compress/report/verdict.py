@@ -162,6 +162,7 @@ def _fits(figures: Figures) -> Iterator[Finding]:
         f"{count(memory['tokens'])} tokens a request: weights {size(memory['weights'])}, "
         f"KV cache {size(memory['kv_cache'])}{_cache(figures)}, "
         f"activations {size(memory['activations'])}, overhead {size(memory['overhead'])}."
+        f"{_measured(figures)}"
     )
     if memory["given"] is None:
         yield Finding("Memory", f"{need} No limit was given to compare it with.")
@@ -173,6 +174,19 @@ def _fits(figures: Figures) -> Iterator[Finding]:
         over = memory["total"] - memory["given"]
         yield Finding("It does not fit", f"{need} {size(memory['given'])} were given, "
                       f"{size(over)} too few.", "bad")  # fmt: skip
+
+
+def _measured(figures: Figures) -> str:
+    """What serving one request at a time took, which the plan's figure is not for."""
+    served = (figures["latency"] or {}).get("after")
+    if not served:
+        return ""
+    device = served.get("peak_device_bytes")
+    whose = "of the GPU" if device else "of the whole process"
+    return (
+        f" Measured, at one request of {count(served['prompt_tokens'])} and "
+        f"{count(served['new_tokens'])} tokens: {size(device or served['peak_rss_bytes'])} {whose}."
+    )
 
 
 def _cache(figures: Figures) -> str:

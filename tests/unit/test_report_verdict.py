@@ -44,6 +44,10 @@ def test_verdict_says_it_in_words(run: SimpleNamespace) -> None:
         "KL 0.012, 1 of 5 tasks measurably worse."
     )
     assert "1.66\u00a0GB of the given 2.00\u00a0GB stay free" in said["It fits"]
+    assert (
+        "Measured, at one request of 128 and 64 tokens: 742\u00a0MB of the whole process."
+        in said["It fits"]
+    )
     assert "269\u00a0MB to 180\u00a0MB on disk, 33% smaller" in said["Size"]
     assert "49.8\u00a0tok/s to 81.3\u00a0tok/s (1.63×\u00a0faster)" in said["Speed"]
     assert "0.0124 nats" in said["Closeness"]
