@@ -158,9 +158,9 @@ def test_an_original_is_known_by_what_it_holds(tmp_path: Path, runs: list[Path])
     for folder, content in zip(runs, contents, strict=True):
         change(folder, {"model_content": content})
     change(runs[1], {"model": str(tmp_path / "stages/source"), "plan": None, "parameters": 7})
-    assert comparison(runs)["remarks"] == ["The originals differ: bad beside w8."]
+    assert comparison(runs, tmp_path)["remarks"] == ["The originals differ: bad beside w8."]
     names = ["original of w8 and w4", "w8", "w4", "original of bad", "bad"]
-    assert [row["name"] for row in comparison(runs)["rows"]] == names
+    assert [row["name"] for row in comparison(runs, tmp_path)["rows"]] == names
 
 
 def test_a_student_has_the_same_original(runs: list[Path]) -> None:
