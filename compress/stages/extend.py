@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from compress import checkpoint, heldout, processes
@@ -24,6 +23,7 @@ from compress.stages.distill import PRECISIONS
 from compress.text import documents
 from compress.training import labels, long_training
 from compress.training.labels import Labels
+from compress.training.loop import History
 from compress.training.scaling import (
     best,
     check_frequencies,
@@ -159,9 +159,8 @@ class Extend:
         at_once = once(run.work / "scaled.json", lambda: judge.judge(_scaled(run, folder)))
         steps = self._pieces(run, judge, texts)
         taught = self._labels(run, steps)
-        changed, curve, best_step = processes.everywhere(
-            self._fine_tuned, run, folder, judge, steps, taught
-        )
+        history = processes.everywhere(self._fine_tuned, run, folder, judge, steps, taught)
+        changed = history.best if history.best_step else {}
         checkpoint.rewrite(source, out, changed, describe(folder))
         raise_limit(out, longer)
         model = load_exact(out, run.config)
@@ -199,8 +198,8 @@ class Extend:
             "kl": kls,
             "heldout_kl": kls,
             "labels": taught and taught.figures,
-            "curve": curve,
-            "best_step": best_step,
+            "curve": [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve],
+            "best_step": history.best_step,
             "kept": True,
             "notes": self._notes(bool(changed), short["after"] / short["before"] - 1),
         }
@@ -304,14 +303,12 @@ class Extend:
         judge: LengthJudge,
         steps: list[list[long_training.Piece]],
         taught: Labels | None,
-    ) -> tuple[dict[str, Tensor], list[dict[str, Any]], int]:
-        """The tensors of the scaled model's best step, none where that is the start, the curve that
-        was measured, and that step.
-        """
+    ) -> History:
+        """How the scaled model learned; an empty history where there are no steps."""
         if not steps:
-            return {}, [], 0
+            return History()
         model = _scaled(run, folder)
-        history = long_training.fine_tune(
+        return long_training.fine_tune(
             model,
             steps,
             judge.ids.shape[1],
@@ -324,8 +321,6 @@ class Extend:
             precision=getattr(torch, self.precision),
             labels=taught,
         )
-        curve = [{"step": p["step"], "ppl": math.exp(p["value"])} for p in history.curve]
-        return (history.best if history.best_step else {}), curve, history.best_step
 
 
 def _scaled(run: Run, folder: Path) -> PreTrainedModel:
