@@ -29,7 +29,7 @@ from compress.training.labels import Labels
 from compress.training.padded import pad_vocabulary
 from compress.training.refitting import refitted
 from compress.training.student import figures
-from compress.training.teacher import Teacher, linear_weights, shared_vocabulary
+from compress.training.teacher import linear_weights, original, shared_vocabulary
 from compress.training.whole import learn_all
 
 SIZES = ("blocks", "mlp", "kv_heads")
@@ -289,18 +289,9 @@ class Shrink:
 
     def _labels(self, run: Run) -> Labels:
         """The original's labels, which stay beside the stages: other settings read them again."""
-        original, trust = run.artifacts["dense"], run.config.model.trust_remote_code
-        config = read_config(original, trust)
         return labels.make(
             Artifact(LABELS, run.stages / LABELS, run.stages, rebuilt=True),
-            Teacher(
-                original,
-                config.get_text_config().vocab_size,
-                self.top_k,
-                getattr(torch, self.precision),
-                run.config.device,
-                trust,
-            ),
+            original(run, self.top_k, getattr(torch, self.precision)),
             self._windows(run, self.samples, run.config.seed + 1),
         )
 
