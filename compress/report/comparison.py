@@ -9,6 +9,7 @@ from typing import Any
 from compress.errors import UserError
 from compress.report import words
 from compress.report.tasks import label
+from compress.report.verdict import without_numbers
 from compress.report.words import listed
 
 Report = Mapping[str, Any]
@@ -37,9 +38,10 @@ def comparison(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     measured is None. Runs share an original where model and text of the KL are the same; its
     figures are those of the first run that measured it, its speeds None where its runs did not
     measure alike. `against`: a run's speeds beside those that it measured of its original,
-    `decode_ratio` the one over the other. `beaten_by` names a run of the same original that is no
-    worse in size, speed and KL, as far as both measured them, and better in one. `remarks`: what
-    keeps the runs from comparing.
+    `decode_ratio` the one over the other, `decode_interval` the ends between which it lies as far
+    as requests by turns tell. `beaten_by` names a run of the same original that is no worse in
+    size, speed and KL, as far as both measured them, and better in one; `not_numbers`, where a run
+    gave outputs that are none: it beats nothing. `remarks`: what keeps the runs from comparing.
     Raises UserError for a folder without a report.
     """
     reports = [_read(folder) for folder in folders]
@@ -162,6 +164,8 @@ def _original(name: str, reports: Sequence[Report]) -> Row:
         **_speed(latency["before"] if latency and not apart else None),
         "against": {},
         "decode_ratio": 1.0 if latency else None,
+        "decode_interval": None,
+        "not_numbers": [],
         "tasks": tasks,
         "changes": {},
         "gate_broken": [],
@@ -186,6 +190,7 @@ def _row(name: str, folder: Path, out: Path, report: Report, original: str) -> R
         if before[key] and after[key]
     }
     decode = "decode_tokens_per_s"
+    ratio = after[decode] / before[decode] if decode in against else None
     page = folder.resolve() / "report.html"
     return {
         "name": name,
@@ -202,7 +207,9 @@ def _row(name: str, folder: Path, out: Path, report: Report, original: str) -> R
         "ppl": close["ppl"]["after"] if close else None,
         **after,
         "against": against,
-        "decode_ratio": after[decode] / before[decode] if decode in against else None,
+        "decode_ratio": ratio,
+        "decode_interval": _decode_interval(latency, ratio),
+        "not_numbers": without_numbers(report),
         "tasks": {label(task): task["after"] for task in report["tasks"]},
         "changes": {label(task): task["change"] for task in report["tasks"]},
         "gate_broken": (report["gate"] or {}).get("broken", []),
@@ -220,19 +227,33 @@ def _speed(latency: Report | None) -> Row:
     }
 
 
+def _decode_interval(latency: Report, ratio: float | None) -> list[float] | None:
+    """Between what the ratio of decoding speeds lies: one point where requests were not by turns,
+    None where too few of them were.
+    """
+    if ratio is None:
+        return None
+    low, high = words.timed(latency, "tpot") or (1 / ratio, 1 / ratio)
+    return [1 / high, 1 / low] if low else None
+
+
 def _beats(one: Row, other: Row, alike: bool) -> bool:
     """Whether `one` is no worse than `other` in size, speed and KL, and better in one of them.
 
     A measure that either lacks is left out; with one alone, nothing is said, and nothing where the
-    two were not measured `alike`. Speeds are by each run's own original.
+    two were not measured `alike`. Speeds are by each run's own original, and differ where their
+    intervals lie apart. Outputs that are no numbers are further from the original than any KL.
     """
-    pairs = [
-        (sign * one[key], sign * other[key])
-        for key, sign in (("bytes", 1), ("kl", 1), ("decode_ratio", -1))
-        if one[key] is not None and other[key] is not None
-    ]
-    better = all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
-    return alike and len(pairs) > 1 and better
+    if one["not_numbers"] or not alike:
+        return False
+    both = [key for key in ("bytes", "kl") if None not in (one[key], other[key])]
+    worse = [(one[key] > other[key]) - (one[key] < other[key]) for key in both]
+    if other["not_numbers"]:
+        worse.append(-1)
+    mine, theirs = one["decode_interval"], other["decode_interval"]
+    if mine and theirs:
+        worse.append((mine[1] < theirs[0]) - (theirs[1] < mine[0]))
+    return len(worse) > 1 and max(worse) <= 0 and min(worse) < 0
 
 
 def _remarks(

@@ -63,7 +63,7 @@ def verdict(figures: Figures) -> dict[str, Any]:
 def _headline(figures: Figures) -> str:
     name = figures["model_name"]
     title = f"{name} in {figures['scheme']}" if figures["scheme"] else name
-    broken = bool(_without_numbers(figures))
+    broken = bool(without_numbers(figures))
     facts = ["its outputs are not numbers"] if broken else []
     if figures["bytes"]["before"] and figures["bytes"]["after"]:
         facts.append(_size_change(figures["bytes"]))
@@ -103,7 +103,7 @@ def _size_change(sizes: Mapping[str, Any]) -> str:
     return f"{percent(abs(share), 0)} {'smaller' if share >= 0 else 'larger'}"
 
 
-def _without_numbers(figures: Figures) -> list[str]:
+def without_numbers(figures: Figures) -> list[str]:
     """Where the compressed model's outputs are not finite numbers, in words."""
     close, found = figures["fidelity"], {}
     for task in figures["tasks"]:
@@ -116,7 +116,7 @@ def _without_numbers(figures: Figures) -> list[str]:
 
 
 def _not_numbers(figures: Figures) -> Iterator[Finding]:
-    where = _without_numbers(figures)
+    where = without_numbers(figures)
     if where:
         text = (
             f"The compressed model gives outputs that are not finite numbers: {listed(where)}. "

@@ -73,6 +73,46 @@ def test_a_run_that_another_beats_in_all_is_named(runs: list[Path]) -> None:
     assert beaten == {"original": None, "w8": None, "w4": None, "bad": "w8"}
 
 
+def test_what_gives_no_numbers_beats_nothing_and_is_beaten(runs: list[Path]) -> None:
+    change(runs[1], {"fidelity.kl": None, "bytes.after": 1_000})
+    found = comparison(runs, Path())
+    assert {row["name"]: row["beaten_by"] for row in found["rows"][1:]} == {
+        "w8": None,
+        "w4": None,  # the smaller and faster
+        "bad": "w8",
+    }
+    page = compare.comparison_page(found)
+    assert "w4 gives outputs that are not finite numbers: the KL on held-out text." in page
+    assert page.count("not a number") == 1
+    change(runs[1], {"bytes.after": 190_000_000, "latency.after.decode_tokens_per_s": 60.0})
+    found = comparison(runs, Path())
+    assert found["rows"][2]["beaten_by"] == "w8"
+
+
+@pytest.mark.parametrize(
+    ("fast", "slow", "beaten"),
+    [
+        ((0.50, 0.52), (0.70, 0.72), True),  # apart
+        ((0.50, 0.71), (0.70, 0.72), False),  # not told apart
+        ((0.0, None), (0.70, 0.72), False),  # too few requests
+        (None, None, True),  # not by turns: by the medians
+    ],
+)
+def test_a_speed_beats_another_where_their_intervals_lie_apart(
+    runs: list[Path], fast: tuple[float, float | None], slow: tuple[float, float], beaten: bool
+) -> None:
+    for name, interval, decode in (("w8", fast, 90.0), ("bad", slow, 60.0)):
+        change(
+            runs[0].parent / name,
+            {
+                "latency.time_ratio": interval and {"tpot": interval, "ttft": [1.0, 1.0]},
+                "latency.after.decode_tokens_per_s": decode,
+                "fidelity.kl": 0.012,
+            },
+        )
+    assert comparison(runs, Path())["rows"][3]["beaten_by"] == ("w8" if beaten else None)
+
+
 def test_what_keeps_runs_from_comparing_is_said(runs: list[Path]) -> None:
     file = runs[1] / "report.json"
     report = json.loads(file.read_text())
