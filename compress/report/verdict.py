@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from compress.report import tasks
 from compress.report.words import (
+    BUSY,
+    busy,
     comparison,
     count,
     kv_cache,
@@ -256,10 +258,21 @@ def _faster(figures: Figures) -> Iterator[Finding]:
         f"Decode goes from {rate(decode[0])} to {rate(decode[1])} ({decoding}), prefill from "
         f"{rate(prefill[0])} to {rate(prefill[1])} ({reading}); the first token comes "
         f"after {milliseconds(first[1])} instead of {milliseconds(first[0])} (medians)."
-        f"{_other_step(latency)}"
+        f"{_other_step(latency)}{_busy(latency)}"
     )
     tone: Tone = "good" if "faster" in decoding else "bad" if "slower" in decoding else "plain"
     yield Finding("Speed", text, tone)
+
+
+def _busy(latency: Figures) -> str:
+    """Why no difference of speed is named, where the machine is the reason."""
+    slow = busy(latency)
+    if slow <= BUSY or not latency.get("time_ratio"):
+        return ""
+    return (
+        f" The machine was busy meanwhile, its slow steps (P95) {significant(slow, 2)} times as "
+        "long as the median: measure on a quiet one (force=[serve])."
+    )
 
 
 def _other_step(latency: Figures) -> str:

@@ -12,6 +12,9 @@ NOTHING = "\u2013"
 COMMA = re.compile(r"(?<!\d),|,(?!\d{3}(?!\d))")
 """One that parts words, not thousands."""
 
+BUSY = 2.0
+"""A machine with slower slow steps (`busy`) did something else meanwhile."""
+
 Number = float | int | None
 
 
@@ -140,13 +143,24 @@ def several(number: int, thing: str) -> str:
     return f"{count(number)} {thing}{'' if number == 1 else 's'}"
 
 
+def busy(latency: Mapping[str, Any]) -> float:
+    """How many times the median the slow steps took (P95 of TPOT): 1.2 to 1.5 where nothing else
+    runs.
+    """
+    steps = [latency[when]["tpot_ms"] for when in ("before", "after") if latency.get(when)]
+    return max((step["p95"] / step["p50"] for step in steps if step["p50"]), default=1.0)
+
+
 def timed(latency: Mapping[str, Any], what: str | None) -> tuple[float, float] | None:
     """The interval of the ratio of times, where both models were timed by turns
-    (compress/runtime/latency.py); what: `ttft`, `tpot`, or None for what is no time.
+    (compress/runtime/latency.py); what: `ttft`, `tpot`, or None for what is no time. Of a machine
+    that was busy nothing is known: what its requests agree on, those of a repeat did not.
     """
     intervals = latency.get("time_ratio")
     if not intervals or what is None:
         return None
+    if busy(latency) > BUSY:
+        return 0.0, inf
     low, high = intervals[what]
     return low, inf if high is None else high
 

@@ -51,18 +51,19 @@ def time_models(
     warmup: int,
     seed: int,
 ) -> dict[str, list[Timing]]:
-    """Time `requests` of each model by turns, so that what the machine does meanwhile hits all.
+    """Time `requests` of each model by turns, so that what the machine does meanwhile hits all;
+    every other turn goes backwards, so that none always follows the same.
 
     Prompts are random tokens, the same for every model: the time does not depend on them.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = min(d.model.get_input_embeddings().num_embeddings for d in decoders.values())
     timings: dict[str, list[Timing]] = {name: [] for name in decoders}
-    rounds = range(warmup + requests)
+    rounds, order = range(warmup + requests), list(decoders)
     for turn in progress(rounds, "requests to " + " and ".join(decoders), "request"):
         prompt = torch.randint(vocabulary, (1, prompt_tokens), generator=generator)
-        for name, decoder in decoders.items():
-            timing = time_request(decoder, prompt, new_tokens)
+        for name in order if turn % 2 == 0 else reversed(order):
+            timing = time_request(decoders[name], prompt, new_tokens)
             if turn >= warmup:
                 timings[name].append(timing)
     return timings

@@ -36,6 +36,17 @@ def test_speed_is_claimed_only_where_the_requests_tell(run: SimpleNamespace) -> 
         assert "(1.30×\u00a0faster); the first token" in speed["text"]
 
 
+def test_no_speed_is_claimed_of_a_busy_machine(run: SimpleNamespace) -> None:
+    latency = figures(run)["latency"]
+    latency["time_ratio"] = {"tpot": [0.5, 0.7], "ttft": [0.6, 0.8]}
+    for slow, said, busy in ((1.9, "1.63×\u00a0faster", False), (9.8, "not measurably", True)):
+        latency["before"]["tpot_ms"]["p95"] = slow * latency["before"]["tpot_ms"]["p50"]
+        found = verdict({**figures(run), "latency": latency})
+        assert f"decode {said}" in found["headline"]
+        (speed,) = (f["text"] for f in found["findings"] if f["about"] == "Speed")
+        assert ("busy meanwhile, its slow steps (P95) 9.8 times as long" in speed) is busy
+
+
 def test_verdict_says_it_in_words(run: SimpleNamespace) -> None:
     verdict = figures(run)["verdict"]
     said = {f["about"]: f["text"] for f in verdict["findings"]}

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.errors import ConfigError, UserError
 from compress.kernels import w8a8
 from compress.model_path import Model
 from compress.qtensor import QuantSpec
+from compress.runtime import latency
 from compress.runtime.cache import KEY_BLOCK, KV_CACHES
 from compress.runtime.decode import Decoder
 from compress.runtime.generate import chat_prompt, encode, generate
@@ -144,6 +145,25 @@ def test_all_fields_that_cannot_be_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Serve(new_tokens=1, requests=0, backend="gpu", compile="on")
     assert len(caught.value.problems) == 4
+
+
+def test_models_are_timed_by_turns_that_go_forth_and_back(
+    stories260k: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(stories260k)
+    decoders = {name: Decoder(model) for name in ("before", "after")}
+    names, seen = {id(decoder): name for name, decoder in decoders.items()}, []
+
+    def record(decoder: Decoder, prompt: Any, new_tokens: int) -> Timing:
+        seen.append((names[id(decoder)], prompt.tolist()))
+        return Timing(float(len(seen)), [1.0] * (new_tokens - 1))
+
+    monkeypatch.setattr(latency, "time_request", record)
+    found = time_models(decoders, prompt_tokens=3, new_tokens=2, requests=2, warmup=1, seed=0)
+    assert [name for name, _ in seen] == ["before", "after", "after", "before", "before", "after"]
+    assert all(seen[i][1] == seen[i + 1][1] for i in (0, 2, 4))
+    assert [t.ttft for t in found["before"]] == [4.0, 5.0]
+    assert [t.ttft for t in found["after"]] == [3.0, 6.0]
 
 
 def test_the_interval_of_a_ratio_of_times_is_of_order_statistics() -> None:
