@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from compress.eval.layers import Blocks
+from compress.text.tokenizer import tokenizer_of
 from compress.text.windows import leading_ids
 
 PROBES = (
@@ -54,9 +55,8 @@ def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     rope = getattr(config, "rope_parameters", None) or {}
     window = getattr(config.get_text_config(), "max_position_embeddings", 0)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError):
+    tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
         return Fingerprint({}, (), False, None, _given(rope), window)
     return Fingerprint(
         tokenizer.get_vocab(),

@@ -159,21 +159,24 @@ def _fits(figures: Figures) -> Iterator[Finding]:
     memory = (figures["plan"] or {}).get("memory")
     if not memory:
         return
+    took = max(memory["total"], _served_bytes(figures))
+    least = "at least " if took > memory["total"] else ""
     need = (
-        f"Serving takes {size(memory['total'])} by the plan at batch {count(memory['batch'])} and "
-        f"{count(memory['tokens'])} tokens a request: weights {size(memory['weights'])}, "
+        f"Serving takes {least}{size(memory['total'])} by the plan at batch "
+        f"{count(memory['batch'])} and {count(memory['tokens'])} tokens a request: "
+        f"weights {size(memory['weights'])}, "
         f"KV cache {size(memory['kv_cache'])}{_cache(figures)}, "
         f"activations {size(memory['activations'])}, overhead {size(memory['overhead'])}."
         f"{_measured(figures)}"
     )
     if memory["given"] is None:
         yield Finding("Memory", f"{need} No limit was given to compare it with.")
-    elif memory["fits"]:
-        spare = memory["given"] - memory["total"]
+    elif memory["given"] >= took:
+        spare = memory["given"] - took
         left = f"{size(spare)} of the given {size(memory['given'])} stay free"
         yield Finding("It fits", f"{need} {left}.", "good")
     else:
-        over = memory["total"] - memory["given"]
+        over = took - memory["given"]
         yield Finding("It does not fit", f"{need} {size(memory['given'])} were given, "
                       f"{size(over)} too few.", "bad")  # fmt: skip
 
@@ -183,12 +186,17 @@ def _measured(figures: Figures) -> str:
     served = (figures["latency"] or {}).get("after")
     if not served:
         return ""
-    device = served.get("peak_device_bytes")
-    whose = "of the GPU" if device else "of the whole process"
+    whose = "of the GPU" if served.get("peak_device_bytes") else "of the whole process"
     return (
         f" Measured, at one request of {count(served['prompt_tokens'])} and "
-        f"{count(served['new_tokens'])} tokens: {size(device or served['peak_rss_bytes'])} {whose}."
+        f"{count(served['new_tokens'])} tokens: {size(_served_bytes(figures))} {whose}."
     )
+
+
+def _served_bytes(figures: Figures) -> int:
+    """The most that serving took, of the GPU where there is one; 0 where it was not measured."""
+    served = (figures["latency"] or {}).get("after") or {}
+    return served.get("peak_device_bytes") or served.get("peak_rss_bytes") or 0
 
 
 def _cache(figures: Figures) -> str:

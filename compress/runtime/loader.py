@@ -30,6 +30,7 @@ from compress.runtime.fused import fuse
 from compress.runtime.linear import QuantLinear
 from compress.runtime.pages import Pages
 from compress.tensors import TensorFiles
+from compress.text.tokenizer import BROKEN
 
 # Old Llama checkpoints store these frequencies; they follow from the configuration.
 FOLLOWS_FROM_CONFIG = "rotary_emb.inv_freq"
@@ -125,7 +126,7 @@ def load_with_tokenizer(
     model_config(folder, trust_remote_code)  # or a broken one would pass for a broken tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except BROKEN as error:
         raise UserError(
             f"{folder}: no tokenizer that loads ({first_line(error)}); copy the files of the "
             "original model's there"

@@ -23,6 +23,7 @@ from compress.runtime.linear import QuantLinear
 from compress.runtime.loader import load
 from compress.source import shortest_window
 from compress.stage import Run
+from compress.text.tokenizer import tokenizer_of
 
 CHECK_TOKENS = (1, 3, 100)
 """Inputs for the check of a layer: decode, an odd batch, prefill."""
@@ -146,7 +147,7 @@ class Serve:
                     "compiled": decoder.compiled,
                     "compile_seconds": compiling[name],
                 }
-                answers[name] = self._ask(decoder, folders[name], trust)
+                answers[name] = self._ask(decoder, folders[name], folders["before"], trust)
             del decoders, decoder
         _say(latency, answers)
         return {
@@ -174,8 +175,14 @@ class Serve:
             logger.info(f"  prompts of {room} tokens: the model's context holds {context}")
         return room
 
-    def _ask(self, decoder: Decoder, folder: Path, trust: bool) -> str:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    def _ask(self, decoder: Decoder, folder: Path, original: Path, trust: bool) -> str:
+        """The answer to `question`, through the original's tokenizer where the model's own is
+        missing: that is a fault, which `score` names, and no reason to lose what was measured.
+        """
+        tokenizer = tokenizer_of(folder, trust_remote_code=trust)
+        if tokenizer is None:
+            logger.warning(f"  {folder}: no tokenizer that loads; asked through the original's")
+            tokenizer = AutoTokenizer.from_pretrained(original, trust_remote_code=trust)
         prompt = chat_prompt(tokenizer, self.question)
         return answer(decoder, tokenizer, prompt, self.answer_tokens).strip()
 

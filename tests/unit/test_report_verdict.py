@@ -36,6 +36,25 @@ def test_speed_is_claimed_only_where_the_requests_tell(run: SimpleNamespace) -> 
         assert "(1.30×\u00a0faster); the first token" in speed["text"]
 
 
+@pytest.mark.parametrize(
+    ("measured", "about", "serving", "left"),
+    [
+        (0.3, "It fits", "344", "1.66\u00a0GB of the given 2.00\u00a0GB stay free"),
+        (0.8, "It fits", "at least 344", "1.20\u00a0GB of the given 2.00\u00a0GB stay free"),
+        (2.1, "It does not fit", "at least 344", "were given, 100\u00a0MB too few"),
+    ],
+)
+def test_memory_that_was_measured_counts_where_it_is_more_than_the_plans(
+    run: SimpleNamespace, measured: float, about: str, serving: str, left: str
+) -> None:
+    latency = figures(run)["latency"]
+    latency["after"]["peak_rss_bytes"] = round(measured * 1e9)
+    found = verdict({**figures(run), "latency": latency})
+    (text,) = (f["text"] for f in found["findings"] if f["about"] == about)
+    assert text.startswith(f"Serving takes {serving}")
+    assert text.endswith(f"{left}.")
+
+
 def test_no_speed_is_claimed_of_a_busy_machine(run: SimpleNamespace) -> None:
     latency = figures(run)["latency"]
     latency["time_ratio"] = {"tpot": [0.5, 0.7], "ttft": [0.6, 0.8]}
@@ -54,7 +73,7 @@ def test_verdict_says_it_in_words(run: SimpleNamespace) -> None:
         "Fixture-135M in W8A8: 33% smaller, decode 1.63×\u00a0faster, "
         "KL 0.012, 1 of 5 tasks measurably worse."
     )
-    assert "1.66\u00a0GB of the given 2.00\u00a0GB stay free" in said["It fits"]
+    assert "1.26\u00a0GB of the given 2.00\u00a0GB stay free" in said["It fits"]
     assert (
         "Measured, at one request of 128 and 64 tokens: 742\u00a0MB of the whole process."
         in said["It fits"]

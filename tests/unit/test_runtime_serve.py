@@ -1,5 +1,6 @@
 """Generation, timing, and the serve stage."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +127,18 @@ def test_the_stage_checks_asks_and_times(
         assert figures["load_seconds"] > 0
         assert figures["compiled"] is False
         assert figures["attention"] == "SDPA, the heads of a group together"
+
+
+def test_a_checkpoint_without_a_tokenizer_is_asked_through_the_originals(
+    stories260k: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    stage = Serve(prompt_tokens=8, new_tokens=2, requests=1, warmup=0, answer_tokens=4)
+    (whole := tmp_path / "whole").mkdir()
+    expected = stage.run(run_of(stories260k, checkpoint, whole), whole)["answers"]
+    bare = Path(shutil.copytree(checkpoint, tmp_path / "bare"))
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    assert stage.run(run_of(stories260k, bare, tmp_path), tmp_path)["answers"] == expected
 
 
 def test_a_kernel_that_is_off_is_refused(
