@@ -5,7 +5,7 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,6 +15,15 @@ from compress.errors import UserError
 from compress.model_path import home
 
 T = TypeVar("T")
+
+WANTED = {
+    int: "wanted a whole number",
+    int | None: "wanted a whole number",
+    float: "wanted a number",
+    float | None: "wanted a number",
+    bool: "wanted true or false",
+}
+"""What a word should have been, by the type of its field."""
 
 
 def parsed(kind: type[T], words: Sequence[str]) -> T:
@@ -26,6 +35,7 @@ def parsed(kind: type[T], words: Sequence[str]) -> T:
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     settings = OmegaConf.structured(kind)
+    hints = get_type_hints(kind)
     given: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -41,7 +51,8 @@ def parsed(kind: type[T], words: Sequence[str]) -> T:
         try:
             settings[name] = None if value == "null" else value
         except OmegaConfBaseException as error:
-            raise UserError(f"{name}={value}: {str(error).splitlines()[0]}") from error
+            reason = WANTED.get(hints[name], str(error).splitlines()[0])
+            raise UserError(f"{name}={value}: {reason}") from error
     try:
         missing = sorted(OmegaConf.missing_keys(settings))
         if missing:
@@ -60,7 +71,9 @@ def folder(out: str | Path) -> Path:
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror})") from error
+        raise UserError(
+            f"out={out}: cannot be written ({error.strerror}); give another folder"
+        ) from error
     return place
 
 

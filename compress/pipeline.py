@@ -199,7 +199,9 @@ def _own(out: Path) -> Iterator[None]:
         stages.mkdir(parents=True, exist_ok=True)
         lock = (stages / ".lock").open("w")
     except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror})") from error
+        raise UserError(
+            f"out={out}: cannot be written ({error.strerror}); give another folder"
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,8 +34,10 @@ def _batching(plan: Figures) -> Iterator[tuple[str, str]]:
         f"TTFT at p95 {words.seconds(before['ttft_s']['p95'])} to "
         f"{words.seconds(after['ttft_s']['p95'])}"
     )
-    if ratio > GAIN or after["ttft_s"]["p95"] * GAIN < before["ttft_s"]["p95"]:
+    if ratio > GAIN:
         text = f"Batch continuously, not statically: {rates}, {waits}."
+    elif after["ttft_s"]["p95"] * GAIN < before["ttft_s"]["p95"]:
+        text = f"Batch continuously, not statically: {waits}, though no more is served ({rates})."
     else:
         text = f"Static batching does as well on these lengths: {rates}, {waits}."
     yield "batching", text
@@ -92,13 +94,14 @@ def _decoding(plan: Figures) -> Iterator[tuple[str, str]]:
             "answer asks.",
         )
     many, one = (found["beam_requests"][copies] for copies in (beams, "1"))
-    at_once = f"with {words.several(many, 'request')} at once instead of {words.count(one)}"
+    at_once = f"{words.several(many, 'request')} at once instead of {words.count(one)}"
     if many == one:
-        at_once = f"with {words.several(many, 'request')} at once either way"
+        at_once = f"{words.several(many, 'request')} at once either way"
         at_once += ", the most that is simulated" if many == found["most_at_once"] else ""
     yield (
         "decoding",
-        f"{beams} beams leave {words.rate(rate[beams])} of {words.rate(rate['1'])}, {at_once}.",
+        f"{beams} beams, decoding as many requests as fit without a pause, leave "
+        f"{words.rate(rate[beams])} of {words.rate(rate['1'])}: {at_once}.",
     )
 
 

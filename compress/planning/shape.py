@@ -70,6 +70,10 @@ def read_model(path: str) -> PretrainedConfig:
                 f"model_type is {fields['model_type']!r}; wanted one such as llama or qwen2"
             )
         config = AutoConfig.for_model(**fields)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"model={path}: no text file; wanted a model's folder or its config.json"
+        ) from error
     except UNREADABLE as error:
         raise UserError(
             f"model={path}: not a config.json that transformers knows ({reason_of(error)})"

@@ -112,7 +112,7 @@ def _base(
     if asked is None:
         return fitting[0]
     names = ", ".join(weights.scheme for weights in fitting)
-    found = next((weights for weights in schemes if weights.scheme == asked), None)
+    found = next((weights for weights in schemes if weights.scheme.lower() == asked.lower()), None)
     if found is None:
         why = refused.get(asked, "no such scheme")
         raise UserError(f"scheme={asked}: {why}; wanted one of {names}")

@@ -189,7 +189,7 @@ def test_what_the_schema_does_not_say_is_told_before_it_is_imported(words: list[
         ("plan", "beam=8", "beam: no such option; did you mean beams?"),
         ("plan", "engine=vlm", "engine is 'vlm'; wanted one of any, vllm, sglang, transformers"),
         ("serve", "overlng=end", "overlng: no such option; did you mean overlong?"),
-        ("bench", "rounds=many", "rounds=many: Value 'many' of type 'str' could not be converted"),
+        ("bench", "rounds=many", "rounds=many: wanted a whole number"),
         ("summarize", "windows=9", "windows: no such option; did you mean window?"),
         ("plan", "rate=1 rate=2", "rate is given twice, as 1 and 2; wanted one"),
         ("serve", "port=0 port=0", "port is given twice, as 0 and 0; wanted one"),

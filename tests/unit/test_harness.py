@@ -165,7 +165,7 @@ def test_where_the_result_goes_is_settled_before_it_is_measured(
     words = ["folder=~no-user/m", "tasks=sums"]
     for out, said in (
         (".", r"^out=\.: a folder; wanted a file in it$"),
-        ("file/x.json", r"^out=file: cannot be written \(File exists\)$"),
+        ("file/x.json", r"^out=file: cannot be written \(File exists\); give another folder$"),
     ):
         with pytest.raises(UserError, match=said):
             harness.main([*words, f"out={out}"])

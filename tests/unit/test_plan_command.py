@@ -206,6 +206,13 @@ def test_a_config_that_is_none_is_told_by_what_is_wrong(
     assert "\n" not in str(refused.value)
 
 
+def test_weights_are_no_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"\x08\xbb\xff")
+    with pytest.raises(UserError, match="no text file; wanted a model's folder or its config"):
+        main([f"model={file}", f"out={tmp_path / 'out'}"])
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_planning(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,8 +226,8 @@ def test_caches_are_planned_beside_the_scheme_that_is_asked_for(
 ) -> None:
     words = [f"model={config}", "memory=1GB", f"out={tmp_path / 'out'}"]
     at_once = {}
-    for scheme in ("16 bit", "W8A8"):
-        main([*words, f"scheme={scheme}"])
+    for asked, scheme in (("16 bit", "16 bit"), ("w8a8", "W8A8")):
+        main([*words, f"scheme={asked}"])
         found = json.loads((tmp_path / "out/plan.json").read_text())
         assert found["base"] == scheme
         at_once[scheme] = {row["rule"]: row["requests"] for row in found["reservations"]}

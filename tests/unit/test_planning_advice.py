@@ -52,7 +52,16 @@ def test_batching_and_decoding_have_their_figures(plan: dict[str, Any]) -> None:
     assert f"answers that run to {longest} tokens" in said(plan, "decoding")
     beams = plan["decoding"]["beam_tokens_per_s"]
     assert beams["4"] < beams["1"]
-    assert "4 beams leave" in said(plan, "decoding")
+    assert "4 beams, decoding as many requests as fit" in said(plan, "decoding")
+
+
+def test_batches_that_only_shorten_the_wait_are_advised_by_it(plan: dict[str, Any]) -> None:
+    found = plan["batching"]["continuous"]
+    waits = found["ttft_s"] | {"p95": 2 * found["ttft_s"]["p95"]}
+    alike = plan["batching"] | {"static": found | {"ttft_s": waits}}
+    text = said(plan | {"batching": alike}, "batching")
+    assert text.startswith("Batch continuously, not statically: TTFT at p95 ")
+    assert "though no more is served" in text
 
 
 def test_splitting_pays_where_it_steadies_and_costs_no_time(plan: dict[str, Any]) -> None:
@@ -118,7 +127,7 @@ def test_on_equal_lengths_nothing_is_advised_that_changes_nothing(
         f"Pages of 16 tokens do not pay on these lengths: with them a request takes {figures}. "
         "K and V in 8 bit: "
     )
-    assert said(plan, "decoding").startswith("4 beams leave")
+    assert said(plan, "decoding").startswith("4 beams, decoding as many requests as fit")
     assert said(plan, "distillation") == ""  # the student has as many blocks
 
 
@@ -130,10 +139,10 @@ def test_beams_that_take_no_requests_away_are_not_said_to(plan: dict[str, Any]) 
         )
 
     assert beams(256, 256).endswith(
-        ", with 256 requests at once either way, the most that is simulated."
+        ": 256 requests at once either way, the most that is simulated."
     )
-    assert beams(64, 256).endswith(", with 64 requests at once instead of 256.")
-    assert beams(1, 1).endswith(", with 1 request at once either way.")
+    assert beams(64, 256).endswith(": 64 requests at once instead of 256.")
+    assert beams(1, 1).endswith(": 1 request at once either way.")
 
 
 def test_a_cache_that_holds_no_more_in_8_bit_is_not_advised(plan: dict[str, Any]) -> None:
