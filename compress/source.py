@@ -70,7 +70,7 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         and "AutoModelForCausalLM" in _auto_map(folder)
     ):
         raise UserError(needs_code)
-    refuse_unsupported(config)
+    refuse_unsupported(config, str(folder))
     if getattr(config.get_text_config(), "max_position_embeddings", None) is None:
         raise UserError(
             f"{file}: {config.model_type} has no max_position_embeddings; wanted a model with "

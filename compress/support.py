@@ -6,11 +6,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from compress.errors import UserError
 
 
-def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Raise UserError for what is not a dense, unquantized causal language model."""
+def refuse_unsupported(config: PretrainedConfig, where: str) -> None:
+    """Raise UserError for what is not a dense, unquantized causal language model.
+
+    where: what the user gave, with which the refusal begins.
+    """
     kind = config.model_type
     architectures = list(config.architectures or [])
-    shown = architectures[0] if architectures else kind
+    shown = f"{where}: {architectures[0] if architectures else kind}"
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{shown} is an encoder-decoder; wanted a decoder-only language model")
     causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in (

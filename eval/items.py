@@ -126,7 +126,7 @@ def _parsed(line: str) -> tuple[dict[str, Any], str]:
     """The record on a line, or what is wrong with the line."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: nested a thousand deep
         return {}, f"not JSON: {error}"
     try:
         json.dumps(record, ensure_ascii=False).encode("utf-8")

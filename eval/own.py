@@ -21,6 +21,20 @@ MEASURES = ("fidelity", "blocks")
 """What both models are judged by beside tasks."""
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML in which a key that is given twice is a mistake, not the later of the two."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        names = [key.value for key in keys]
+        for i, key in enumerate(keys):
+            if key.value in names[:i]:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value} is given twice", problem_mark=key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 def named(names: list[str], option: str = "score.tasks") -> list[Task]:
     """The tasks of these names, in the order of the list: a bundled suite, or a .yaml file.
 
@@ -62,7 +76,7 @@ def read(file: Path) -> Task:
     `compress.eval.items.records` does.
     """
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = yaml.load(file.read_text(encoding="utf-8"), Loader=_EachKeyOnce)
     except FileNotFoundError as error:
         raise UserError(f"{file}: no such file") from error
     except yaml.MarkedYAMLError as error:
@@ -115,7 +129,8 @@ def _problems(found: Any) -> list[str]:
     """What is wrong with the keys and values of a task's YAML, in words."""
     if not isinstance(found, dict):
         return [f"wanted keys and values: {', '.join(KEYS)}"]
-    problems = [f"no key {key!r}; there are {', '.join(KEYS)}" for key in found if key not in KEYS]
+    unknown = [repr(key) for key in found if key not in KEYS]
+    problems = [f"no key {' or '.join(unknown)}; there are {', '.join(KEYS)}"] if unknown else []
     kind = found.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         return [*problems, f"kind is {kind!r}; wanted one of {', '.join(KINDS)}"]
@@ -136,6 +151,8 @@ def _problems(found: Any) -> list[str]:
     if "metrics" in found and not _is_list(found["metrics"], lambda name: name in KINDS[kind]):
         known = ", ".join(KINDS[kind])
         problems.append(f"metrics is {found['metrics']!r}; wanted a list of, for {kind}, {known}")
+    elif len(set(found.get("metrics", []))) < len(found.get("metrics", [])):
+        problems.append(f"metrics is {found['metrics']!r}; wanted each once")
     return problems
 
 

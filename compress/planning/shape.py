@@ -78,7 +78,7 @@ def read_model(path: str) -> PretrainedConfig:
         raise UserError(
             f"model={path}: not a config.json that transformers knows ({reason_of(error)})"
         ) from error
-    refuse_unsupported(config)
+    refuse_unsupported(config, f"model={path}")
     refuse_sizes(config, fields, f"model={path}")
     return config
 

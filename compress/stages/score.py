@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -160,8 +161,9 @@ def _extended_rope(run: Run) -> dict[str, Any] | None:
 def _say(scores: dict[str, Any]) -> None:
     close = scores["fidelity"]
     before, after = close["ppl"]["before"], close["ppl"]["after"]
+    kl = f"KL {close['kl']:.4f} nats a token" if isfinite(close["kl"]) else "KL not a number"
     logger.info(
-        f"  KL {close['kl']:.4f} nats a token (arithmetic alone: {close['kl_floor']:.4f}), "
+        f"  {kl} (arithmetic alone: {close['kl_floor']:.4f}), "
         f"same first choice {100 * close['top1']:.1f}%, perplexity {before:.2f} to {after:.2f}"
     )
     for fault in scores["faults"]:

@@ -281,9 +281,9 @@ def test_nothing_left_to_quantize():
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"])
 def test_dense_causal_models_pass(model_type):
     config = AutoConfig.for_model(model_type)
-    refuse_unsupported(config)
+    refuse_unsupported(config, "a/folder")
     config.architectures = ["LlamaForCausalLM"]
-    refuse_unsupported(config)
+    refuse_unsupported(config, "a/folder")
 
 
 @pytest.mark.parametrize(
@@ -304,22 +304,22 @@ def test_dense_causal_models_pass(model_type):
 )
 def test_a_mixture_of_experts_is_refused(model_type, experts):
     with pytest.raises(UserError, match=f"mixture of {experts} experts: not supported yet"):
-        refuse_unsupported(AutoConfig.for_model(model_type))
+        refuse_unsupported(AutoConfig.for_model(model_type), "a/folder")
 
 
 def test_other_kinds_of_model_are_refused():
     with pytest.raises(UserError, match="encoder-decoder"):
-        refuse_unsupported(AutoConfig.for_model("t5"))
-    with pytest.raises(UserError, match="vit is not a causal language model"):
-        refuse_unsupported(AutoConfig.for_model("vit"))
+        refuse_unsupported(AutoConfig.for_model("t5"), "a/folder")
+    with pytest.raises(UserError, match="a/folder: vit is not a causal language model"):
+        refuse_unsupported(AutoConfig.for_model("vit"), "a/folder")
     classifier = AutoConfig.for_model("llama")
     classifier.architectures = ["LlamaForSequenceClassification"]
     with pytest.raises(UserError, match="LlamaForSequenceClassification is not a causal"):
-        refuse_unsupported(classifier)
+        refuse_unsupported(classifier, "a/folder")
 
 
 def test_a_quantized_model_is_refused():
     config = AutoConfig.for_model("llama")
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(UserError, match="already quantized"):
-        refuse_unsupported(config)
+        refuse_unsupported(config, "a/folder")

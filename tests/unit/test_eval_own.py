@@ -158,6 +158,7 @@ def test_a_text_longer_than_the_window_is_not_made(tmp_path: Path, stories260k: 
     ("record", "said"),
     [
         ("{'text': 1}", "not JSON: Expecting property name"),
+        ("[" * 100_000, "not JSON: "),
         ([1], "list found; wanted a JSON object"),
         (
             r'{"text": "a\ud800", "references": "x"}',
@@ -228,6 +229,16 @@ def test_each_kind_checks_what_it_needs(tmp_path: Path, kind: str, record: Any, 
         ("kind: cloze\nprompt: x\nmetrics:", "metrics is None; wanted a list of, for cloze"),
         ("kind: cloze\nprompt: x\nfields: {text: [a]}", "wanted ours: theirs"),
         ("kind: cloze\nprompt: x\nchat: 'no'", "chat is 'no'; wanted true or false"),
+        ("kind: cloze\nprompt: x\na: 1\nb: 2", "no key 'a' or 'b'; there are data, kind, prompt"),
+        (
+            "kind: cloze\nprompt: x\nkind: generation",
+            "mine.yaml:4: cannot be read as YAML: the key kind is",
+        ),
+        (
+            "kind: cloze\nprompt: x\nfields: {a: b, a: c}",
+            ":4: cannot be read as YAML: the key a is",
+        ),
+        ("kind: cloze\nprompt: x\nmetrics: [accuracy, accuracy]", "; wanted each once"),
         ("kind: cloze\nprompt: x\ndate: 2024-99-99", "cannot be read as YAML: month must be"),
         ("kind: perplexity\nwindow: 1", "window is 1; wanted a whole number, at least 2"),
         ("kind: perplexity\nwindow: true", "window is True; wanted"),
