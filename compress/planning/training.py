@@ -15,6 +15,8 @@ FLOAT = 4
 HALF = 2
 PROCESS = 450_000_000
 """Bytes of Python with torch and transformers, before anything is loaded (Linux, CPU)."""
+MOMENT = {"adamw": FLOAT, "adamw_8bit": 1 + FLOAT / 256}
+"""Bytes of a moment for each value, by the optimizer."""
 LOGIT_COPIES = 4
 """Of a position's logits: as the head gives them, in the softmax, and the gradients of both."""
 
@@ -58,6 +60,7 @@ class Step:
     recompute: bool
     precision: str
     rank: int
+    optimizer: str = "adamw"
 
 
 def training_bytes(student: Student, step: Step, way: str) -> dict[str, int]:
@@ -74,7 +77,7 @@ def training_bytes(student: Student, step: Step, way: str) -> dict[str, int]:
         "frozen": FLOAT * (sum(student.tensors.values()) - student.weights - _in_16_bit(student)),
         "learned": FLOAT * learned,
         "gradients": FLOAT * learned,
-        "optimizer": 2 * FLOAT * learned,
+        "optimizer": round(2 * MOMENT[step.optimizer] * learned),
         "best step": HALF * learned,
         # Kept for the way back: the integers as float, and times their scales; and the gradient of
         # one weight, before and after it is summed into its scales'.

@@ -26,11 +26,13 @@ from compress.training.choosing import words
 from compress.training.endpoint import Endpoint, connect
 from compress.training.labels import Labels
 from compress.training.learning import learn, served_kl
+from compress.training.optimizer import OPTIMIZERS, missing
 from compress.training.student import LOSSES, figures
 from compress.training.teacher import Teacher, linear_weights, original, shared_vocabulary
 from compress.training.trainable import WAYS
 
 PRECISIONS = ("float32", "bfloat16")
+CHOICES = {"loss": LOSSES, "train": WAYS, "precision": PRECISIONS, "optimizer": OPTIMIZERS}
 
 
 @dataclass(kw_only=True)
@@ -52,6 +54,7 @@ class Distill:
     temperature; hard: the share of cross-entropy with the text itself.
     precision: arithmetic of the teacher and of the student while it learns; measured in float32.
     recompute: less memory for a third more time: a block's inside is made again on the way back.
+    optimizer: adamw, or adamw_8bit, whose state takes a fourth (compress/training/optimizer.py).
     measures: how often the held-out KL is taken; after `patience` of them that are no better than
     the best, training ends. tasks: names of bundled suites, or .yaml files of tasks of one's own,
     of kind choice or cloze, whose first `task_items` items are asked then, too; a step at which one
@@ -84,6 +87,7 @@ class Distill:
     hard: float = 0.0
     precision: str = "float32"
     recompute: bool = False
+    optimizer: str = "adamw"
     measures: int = 4
     patience: int = 3
     tasks: list[str] = field(default_factory=list)
@@ -105,7 +109,7 @@ class Distill:
         ]
         problems += [
             f"distill.{name} is {getattr(self, name)!r}; wanted one of {', '.join(choices)}"
-            for name, choices in (("loss", LOSSES), ("train", WAYS), ("precision", PRECISIONS))
+            for name, choices in CHOICES.items()
             if getattr(self, name) not in choices
         ]
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
@@ -114,6 +118,8 @@ class Distill:
             problems.append(f"distill.beta is {self.beta}; wanted between 0 and 1")
         if not 0 <= self.hard <= 1:
             problems.append(f"distill.hard is {self.hard}; wanted 0 to 1")
+        if needed := missing(self.optimizer):
+            problems.append(f"distill.optimizer={self.optimizer} needs {needed}")
         try:
             by_likelihood(self.tasks)
         except UserError as error:
@@ -150,6 +156,11 @@ class Distill:
             raise UserError(
                 "distill.train is adapters, which are not cut over processes; wanted scales or "
                 "latent, or launch with --multi_gpu in place of --use_fsdp"
+            )
+        if self.optimizer != "adamw" and processes.sharded():
+            raise UserError(
+                f"distill.optimizer is {self.optimizer}, whose state is not cut over processes; "
+                "wanted adamw, or launch with --multi_gpu in place of --use_fsdp"
             )
         if self.endpoint is not None:
             self._connected(self.endpoint, original, trust_remote_code)

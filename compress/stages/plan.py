@@ -253,6 +253,7 @@ def _training(run: Run, student: Student) -> dict[str, dict[str, int]]:
         recompute=settings.recompute,
         precision=settings.precision,
         rank=settings.rank,
+        optimizer=settings.optimizer,
     )
     found = {way: training_bytes(student, step, way) for way in WAYS}
     sizes = ", ".join(f"{way} {said_size(parts['total'])}" for way, parts in found.items())

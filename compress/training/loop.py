@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from compress import processes
 from compress.log import logger, progress
 from compress.training.choosing import Right, falls, score, words
+from compress.training.optimizer import adamw, set_rates
 from compress.training.sharding import collected, collected_state, cut_like, load_state, whole
 
 KEEP_EVERY = 10  # steps between two states on disk
@@ -103,13 +104,15 @@ def train(
     what: str,
     dtype: torch.dtype,
     ask: Callable[[], Right] | None = None,
+    optimizer: str = "adamw",
 ) -> History:
     """Train `groups` and leave the best step in them.
 
     loss_of(step): the loss of that step, depending on nothing but the step and the parameters.
     measure(): the held-out figure, lower is better, taken with the parameters rounded to `dtype`
     as they will be stored. ask(): which items of tasks the model answers rightly then; a step at
-    which a task has fallen is not the best, see compress/training/choosing.py. Killed at any step,
+    which a task has fallen is not the best, see compress/training/choosing.py. optimizer: one of
+    OPTIMIZERS. Killed at any step,
     the same call ends with the same bytes. Raises OSError where the disk is full; the state before
     stays.
 
@@ -119,14 +122,9 @@ def train(
     parameters = {name: p for _, group in groups for name, p in group.items()}
     for parameter in parameters.values():
         parameter.requires_grad_()
-    optimizer = torch.optim.AdamW(
-        [{"params": list(group.values()), "lr": lr} for lr, group in groups],
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-        foreach=False,
-    )
+    adam = adamw([(rate, list(group.values())) for rate, group in groups], optimizer)
     file = work / f"{what}.state"
-    start, history = _restore(file, parameters, optimizer)
+    start, history = _restore(file, parameters, adam)
 
     def judge() -> tuple[float, Right]:
         return measure(), ask() if ask else {}
@@ -138,17 +136,16 @@ def train(
     ):
         if schedule.gives_up(history):
             break
-        for group, (rate, _) in zip(optimizer.param_groups, groups, strict=True):
-            group["lr"] = rate * schedule.rate(step)
+        set_rates(adam, [rate * schedule.rate(step) for rate, _ in groups])
         loss_of(step).backward()
         processes.sum_gradients(parameters.values())
         nn.utils.clip_grad_norm_(parameters.values(), schedule.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)  # their room is the measure's
+        adam.step()
+        adam.zero_grad(set_to_none=True)  # their room is the measure's
         if schedule.measured_after(step + 1):
             _note(history, step + 1, parameters, judge, dtype)
         if (step + 1) % KEEP_EVERY == 0 or step + 1 == schedule.steps:
-            _keep(file, step + 1, parameters, optimizer, history)
+            _keep(file, step + 1, parameters, adam, history)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(history.best[name])

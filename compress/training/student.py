@@ -127,6 +127,7 @@ def teach(
     measure: Callable[[], float],
     run: Run,
     ask: Callable[[], Right] | None = None,
+    optimizer: str = "adamw",
 ) -> History:
     """Train `groups` of `model` on `batch` windows of `made` a step, of which several processes
     each take a share; measured, asked, kept and resumed as by `train`.
@@ -154,6 +155,7 @@ def teach(
         what=course.name,
         dtype=storage_dtype(model.config, run.config.model.dtype),
         ask=ask,
+        optimizer=optimizer,
     )
 
 

@@ -1,5 +1,7 @@
 """What plan says that learning takes, against a count by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from compress.planning.training import PROCESS, Step, Student, training_bytes
@@ -52,6 +54,16 @@ def test_what_learns_has_its_gradient_its_moments_and_its_best(way: str, more: i
     inside = 6 * 64 + 5 * 64 + 4 * 128
     assert found["activations"] == 4 * (16 * (2 * 64 + inside) + 4 * 16 * 1000)
     assert found["total"] == sum(size for part, size in found.items() if part != "total")
+
+
+def test_moments_in_8_bit_take_a_byte_and_a_scale_for_each_256() -> None:
+    found = training_bytes(STUDENT, replace(STEP, optimizer="adamw_8bit"), "latent")
+    exact = training_bytes(STUDENT, STEP, "latent")
+    learned = exact["learned"] // 4
+    assert exact["optimizer"] - found["optimizer"] == 8 * learned - round(
+        2 * learned * (1 + 1 / 64)
+    )
+    assert exact["total"] - found["total"] == exact["optimizer"] - found["optimizer"]
 
 
 def test_without_recomputing_every_block_keeps_its_weights_as_floats() -> None:
