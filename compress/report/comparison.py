@@ -229,7 +229,7 @@ def _speed(latency: Report | None) -> Row:
 
 def _decode_interval(latency: Report, ratio: float | None) -> list[float] | None:
     """Between what the ratio of decoding speeds lies: one point where requests were not by turns,
-    None where too few of them were.
+    None where too few of them were, or the machine was busy.
     """
     if ratio is None:
         return None
