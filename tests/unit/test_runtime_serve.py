@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.errors import ConfigError, UserError
@@ -139,6 +140,18 @@ def test_a_checkpoint_without_a_tokenizer_is_asked_through_the_originals(
     for file in bare.glob("tokenizer*"):
         file.unlink()
     assert stage.run(run_of(stories260k, bare, tmp_path), tmp_path)["answers"] == expected
+
+
+def test_a_scale_that_is_no_number_is_not_called_a_kernel_that_is_off(
+    stories260k: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    broken = Path(shutil.copytree(checkpoint, tmp_path / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight_scale"][3] = float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    stage = Serve(prompt_tokens=8, new_tokens=2, requests=1, warmup=0, answer_tokens=4)
+    found = stage.run(run_of(stories260k, broken, tmp_path), tmp_path)
+    assert found["kernel_check"]["max_relative_error"] < 0.01
 
 
 def test_a_kernel_that_is_off_is_refused(
