@@ -70,8 +70,8 @@ def learn(settings: "Distill", run: Run, made: Labels, batch: int, asked: list[A
         return heldout.distance_of(model, run.artifacts["statistics"]).kl
 
     ask = partial(right, asked, model) if asked else None
-    adam = settings.optimizer
-    history = teach(model, groups, made, batch, objective, settings, measure, run, ask, adam)
+    kind = settings.optimizer
+    history = teach(model, groups, made, batch, objective, settings, measure, run, ask, kind)
     with unrounded(model):
         before_rounding = measure() if settings.train == "adapters" else None
     return Learned(

@@ -112,9 +112,8 @@ def train(
     measure(): the held-out figure, lower is better, taken with the parameters rounded to `dtype`
     as they will be stored. ask(): which items of tasks the model answers rightly then; a step at
     which a task has fallen is not the best, see compress/training/choosing.py. optimizer: one of
-    OPTIMIZERS. Killed at any step,
-    the same call ends with the same bytes. Raises OSError where the disk is full; the state before
-    stays.
+    OPTIMIZERS. Killed at any step, the same call ends with the same bytes. Raises OSError where the
+    disk is full; the state before stays.
 
     Of several processes each calls this with the same parameters and a loss whose sum over them is
     that of the step; all end with the same parameters. The history's tensors are the leader's.
