@@ -100,8 +100,8 @@ def test_the_factor_takes_a_matrix_and_a_quarter_beside_the_hessian() -> None:
 def main() -> None:
     """Print the peak beside a Hessian while it is factored, in matrices of its size."""
     gptq_module.TOGETHER = 64
-    hessian = torch.eye(2048) + 0.1
-    factor(torch.eye(2048))  # what the libraries take once for a matrix of this size
+    hessian = torch.eye(4096) + 0.1
+    factor(torch.eye(4096))  # what the libraries take once for a matrix of this size
     with PeakMemory() as memory:
         before = high_water()
         factor(hessian)
