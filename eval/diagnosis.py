@@ -1,8 +1,8 @@
 """Known faults of compressed checkpoints, each looked for by itself and named.
 
 Scores say that something is wrong; these say what. Of the files: the tokenizer, its chat template
-and beginning-of-sequence token, RoPE. Of the weights: a block or an output head that is further
-from the original than the others (see eval/layers.py).
+and beginning-of-sequence token, the tokens that end an answer, RoPE. Of the weights: a
+block or an output head that is further from the original than the others (see eval/layers.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from compress.eval.layers import Blocks
+from compress.runtime.configs import generation_config
 from compress.text.tokenizer import tokenizer_of
 from compress.text.windows import leading_ids
 
@@ -40,6 +41,7 @@ class Fingerprint:
     vocabulary: ids by token; empty where the tokenizer cannot be loaded. probes: the ids of PROBES,
     without special tokens. rope: the `rope_parameters` of the configuration, without Nones. window:
     its positions; 0 where the RoPE that a checkpoint should have is known whatever its window.
+    ends: ids of the tokens that end an answer.
     """
 
     vocabulary: Mapping[str, int]
@@ -48,6 +50,7 @@ class Fingerprint:
     chat_template: str | None
     rope: Mapping[str, Any]
     window: int = 0
+    ends: frozenset[int] = frozenset()
 
 
 def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint:
@@ -55,9 +58,10 @@ def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     rope = getattr(config, "rope_parameters", None) or {}
     window = getattr(config.get_text_config(), "max_position_embeddings", 0)
+    ends = _ends(folder, config)
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
     if tokenizer is None:
-        return Fingerprint({}, (), False, None, _given(rope), window)
+        return Fingerprint({}, (), False, None, _given(rope), window, ends)
     return Fingerprint(
         tokenizer.get_vocab(),
         tuple(tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in PROBES),
@@ -65,7 +69,16 @@ def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint
         tokenizer.chat_template,
         _given(rope),
         window,
+        ends,
     )
+
+
+def _ends(folder: Path, config: PretrainedConfig) -> frozenset[int]:
+    """Ids of the tokens that end an answer, where engines look for them: generation_config.json,
+    or config.json where there is none.
+    """
+    ids = (generation_config(folder) or GenerationConfig.from_model_config(config)).eos_token_id
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 
 def _given(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,6 +97,7 @@ def faults(
     checks = [
         ("tokenizer", _tokenizer(original, found)),
         ("BOS", _bos(original, found)),
+        ("EOS", _eos(original, found)),
         ("chat template", _template(original, found)),
         ("RoPE", _rope(original, found)),
     ]
@@ -115,7 +129,28 @@ def _bos(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
         yield "BOS is added: the checkpoint's tokenizer opens a text with it, the original's not."
 
 
+def _eos(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
+    if original.ends == found.ends:
+        return
+    wanted, given = (_tokens(original, ends) for ends in (original.ends, found.ends))
+    if lost := original.ends - found.ends:
+        yield (
+            f"EOS is missing: {_tokens(original, lost)} ends the original's answers, but not the "
+            f"checkpoint's{f', which {given} ends' if found.ends else ''}, so they run on."
+        )
+    else:
+        yield f"EOS is another: {given} ends the checkpoint's answers, the original's {wanted}."
+
+
+def _tokens(original: Fingerprint, ids: frozenset[int]) -> str:
+    """Tokens by name, as the original's vocabulary has them, or by number."""
+    names = {i: token for token, i in original.vocabulary.items() if i in ids}
+    return " or ".join(names.get(i, str(i)) for i in sorted(ids)) or "none"
+
+
 def _template(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
+    if not found.vocabulary:
+        return  # a tokenizer that is missing is told as one
     if original.chat_template and not found.chat_template:
         yield "The chat template is lost: the original has one, the checkpoint has none."
     elif original.chat_template != found.chat_template:

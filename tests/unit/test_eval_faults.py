@@ -73,6 +73,15 @@ def no_bos(folder: Path) -> None:
     file.write_text(json.dumps({**content, "post_processor": None}))
 
 
+def ends_with(*ids: int) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        for file in (folder / "config.json", folder / "generation_config.json"):
+            content = json.loads(file.read_text())
+            file.write_text(json.dumps(content | {"eos_token_id": list(ids) or None}))
+
+    return plant
+
+
 def wrong_rope(folder: Path) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text())
@@ -105,11 +114,20 @@ def another_tokenizer(folder: Path) -> None:
         (changed(doubled_scales), "block", "Block 2 is off by"),
         (no_template, "chat template", "is lost"),
         (no_bos, "BOS", "BOS is missing"),
+        (ends_with(), "EOS", "EOS is missing: <|end|> ends the original's answers, but not the"),
+        (
+            ends_with(1, 2),
+            "EOS",
+            "<|end|> or <|pad|> ends the checkpoint's answers, the original's <|end|>",
+        ),
         (wrong_rope, "RoPE", "factor is 4.0, should be absent"),
         (extended, "RoPE", "factor 4.0 in place of absent"),
         (another_tokenizer, "tokenizer", "is that of another model"),
     ],
-    ids=["none", "head", "scales", "template", "bos", "rope", "extended", "tokenizer"],
+    ids=[
+        *("none", "head", "scales", "template", "bos", "no eos", "eos"),
+        *("rope", "extended", "tokenizer"),
+    ],
 )
 def test_a_planted_fault_is_named(
     dense: Path, tmp_path: Path, plant: Callable[[Path], None], name: str | None, said: str
@@ -152,7 +170,7 @@ def test_what_arithmetic_alone_costs_is_no_fault() -> None:
 
 
 def test_a_tokenizer_that_is_gone_is_one_fault_not_three() -> None:
-    gone = Fingerprint({}, (), False, "{{ x }}", {"rope_theta": 1e4})
+    gone = Fingerprint({}, (), False, None, {"rope_theta": 1e4})
     found = faults(RIGHT, gone, Blocks([0.1] * 3, [1.0] * 3, 0.0), SERVED)
     assert [fault["name"] for fault in found] == ["tokenizer"]
 
