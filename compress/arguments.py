@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from compress.errors import ConfigError, UserError
 from compress.given import STAGES
-from compress.model_path import TINY, local
+from compress.model_path import TINY, local, unfit
 from compress.quoting import PLAIN, is_quoted, quoted, typed
 
 T = TypeVar("T")
@@ -144,9 +144,12 @@ def check_early(arguments: list[str], recipes: Mapping[str, str]) -> None:
         for name in values[group]:
             if name not in _choices(group):
                 raise UserError(f"{group}={name}: no such choice; {_wanted(group)}")
-    for path in _models(fields, _sweeps(options)):
+    for path in _paths("model.path", fields, _sweeps(options)):
         if path not in (TINY, "null"):
             local(path)
+    for path in _paths("checkpoint", fields, _sweeps(options)):
+        if path != "null" and (problem := unfit(path)):
+            raise UserError(problem)
 
 
 def _choices(group: str) -> list[str]:
@@ -161,9 +164,9 @@ def _wanted(group: str) -> str:
     return f"{there}; to leave the stage out, name those that run: stages=[plan,calibrate,…]"
 
 
-def _models(fields: list[str], sweeps: bool) -> list[str]:
-    """The paths that model.path is given as."""
-    typed = [value for name, _, value in (f.partition("=") for f in fields) if name == "model.path"]
+def _paths(field: str, fields: list[str], sweeps: bool) -> list[str]:
+    """The paths that `field` is given as."""
+    typed = [value for name, _, value in (f.partition("=") for f in fields) if name == field]
     paths = [path for value in typed for path in (value.split(",") if sweeps else [value])]
     return [path[1:-1] if is_quoted(path) else path for path in paths]
 

@@ -11,8 +11,8 @@ STAGES = (
 )
 """All stages, in the order of the pipeline."""
 
-UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(MB|GB|MiB|GiB)")
+UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([MGT]i?B)")
 
 
 def parse_size(text: str) -> int:

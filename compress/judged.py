@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from compress.errors import UserError
-from compress.model_path import home
+from compress.model_path import home, unfit
 from compress.quantization_config import group_specs
 from compress.runtime import loader
 from compress.sizes import tensor_elements
@@ -20,8 +20,8 @@ JUDGING = ("serve", "score", "report")
 
 def problem(folder: str, stages: list[str]) -> str | None:
     """What keeps `checkpoint=folder` from being judged by these stages, in words."""
-    if not (home(folder) / "config.json").is_file():
-        return f"checkpoint={folder}: no config.json there; wanted a model's folder"
+    if missing := unfit(folder):
+        return missing
     others = [name for name in stages if name not in JUDGING]
     if others:
         return (

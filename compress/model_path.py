@@ -82,6 +82,13 @@ def local(path: str) -> Path | None:
     )
 
 
+def unfit(checkpoint: str) -> str | None:
+    """What keeps `checkpoint=FOLDER` from being one, as far as a look at the folder tells."""
+    if (home(checkpoint) / "config.json").is_file():
+        return None
+    return f"checkpoint={checkpoint}: no config.json there; wanted a model's folder"
+
+
 def _in_package(name: str) -> Path:
     package, _, file = name.partition("/")
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCHEME = re.compile(r"W([48])A(8|16)(?: ?g(\d+))?")
+SCHEME = re.compile(r"W([48])A(8|16)(?: ?g(\d+))?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

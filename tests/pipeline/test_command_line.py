@@ -141,6 +141,7 @@ def test_options_anywhere_and_bare_words_for_lists(given: list[str], wanted: lis
         ),
         (["--resolve"], "--resolve: wanted with --cfg job, whose ${…} it fills in"),
         (["model.path=~nobody/x y"], "model.path=~nobody/x y: no such model"),
+        (["checkpoint=no'where"], "checkpoint=no'where: no config.json there; wanted a model's"),
         (["data=null"], "data=null: no such choice; there are file, python_docs"),
         (["~distill"], f"~distill: cannot be taken off; there are short, standard{OUT}"),
         (["~extend=off"], f"~extend=off: cannot be taken off; there are ntk_2x, off, yarn_4x{OUT}"),

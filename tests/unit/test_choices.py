@@ -145,12 +145,12 @@ def test_a_size_is_of_the_whole_checkpoint_and_the_least_that_is_named_is_enough
     assert choices.room("0.6MB", groups, ELEMENTS) > 0
 
 
-@pytest.mark.parametrize("text", ["4.5", "4", "4.2GB", "800 MiB"])
+@pytest.mark.parametrize("text", ["4.5", "4", "4.2GB", "800 MiB", "0.2 TB"])
 def test_budgets_as_they_are_written(text: str) -> None:
     assert choices.budget_problem(text) is None
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "four", "4.5bits", "4 TB", "nan", "1e3"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "four", "4.5bits", "4 PB", "nan", "1e3"])
 def test_what_is_no_budget_is_told_what_is(text: str) -> None:
     assert "wanted bits a weight such as 4.5" in (choices.budget_problem(text) or "")
 
@@ -162,7 +162,7 @@ SPECS = st.one_of(
 
 @given(SPECS)
 def test_schemes_are_read_as_they_are_written(spec: QuantSpec) -> None:
-    assert parse_scheme(spec.scheme) == spec
+    assert parse_scheme(spec.scheme) == parse_scheme(spec.scheme.lower()) == spec
     assert parse_scheme(f"{spec.scheme}?") is None
 
 
