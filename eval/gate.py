@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 
@@ -83,7 +83,7 @@ def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
     found = []
     kl = scores["fidelity"]["kl"]
     if gate.kl is not None and not (kl is not None and kl <= gate.kl):
-        found.append(f"KL {_number(kl)} nats a token, at most {gate.kl:g} allowed")
+        found.append(f"KL {_nats(kl)}, at most {gate.kl:g} allowed")
     first: dict[str, Mapping[str, Any]] = {}
     for row in scores["tasks"]:
         first.setdefault(row["name"], row)
@@ -102,5 +102,6 @@ def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _number(value: float | None) -> str:
-    return "that is not finite," if value is None else f"{value:.4f}"
+def _nats(kl: float | None) -> str:
+    finite = kl is not None and isfinite(kl)
+    return f"{kl:.4f} nats a token" if finite else "that is not a finite number"

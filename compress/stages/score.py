@@ -160,11 +160,14 @@ def _extended_rope(run: Run) -> dict[str, Any] | None:
 
 def _say(scores: dict[str, Any]) -> None:
     close = scores["fidelity"]
-    before, after = close["ppl"]["before"], close["ppl"]["after"]
+    before, after = (
+        f"{ppl:.2f}" if isfinite(ppl) else "not a number"
+        for ppl in (close["ppl"]["before"], close["ppl"]["after"])
+    )
     kl = f"KL {close['kl']:.4f} nats a token" if isfinite(close["kl"]) else "KL not a number"
     logger.info(
         f"  {kl} (arithmetic alone: {close['kl_floor']:.4f}), "
-        f"same first choice {100 * close['top1']:.1f}%, perplexity {before:.2f} to {after:.2f}"
+        f"same first choice {100 * close['top1']:.1f}%, perplexity {before} to {after}"
     )
     for fault in scores["faults"]:
         logger.warning(f"  {fault['name']}: {fault['text']}")

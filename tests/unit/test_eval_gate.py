@@ -60,7 +60,8 @@ def test_a_drop_is_told_from_its_limit(after: float, most: float, said: str) -> 
 
 @pytest.mark.parametrize("kl", [None, float("nan"), float("inf")])
 def test_a_figure_that_is_not_finite_is_no_pass(kl: float | None) -> None:
-    assert len(broken(Gate(kl=1.0), scores(kl=kl), None)) == 1
+    said = "KL that is not a finite number, at most 1 allowed"
+    assert broken(Gate(kl=1.0), scores(kl=kl), None) == [said]
 
 
 def test_a_task_of_which_nothing_was_asked_is_no_pass() -> None:
