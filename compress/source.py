@@ -134,6 +134,11 @@ def shortest_window(folders: Iterable[Path], trust_remote_code: bool) -> int:
     return min(config.get_text_config().max_position_embeddings for config in configs)
 
 
+def head_dim(config: PretrainedConfig) -> int:
+    """Channels of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def reason_of(error: Exception) -> str:
     """The two lines of an error that name the field and what is wrong with it."""
     lines = [line.strip() for line in str(error).strip().splitlines()]

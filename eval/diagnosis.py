@@ -14,8 +14,10 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
+from compress.algorithms.rope import method_of
 from compress.eval.layers import Blocks
 from compress.runtime.configs import generation_config
+from compress.source import head_dim
 from compress.text.tokenizer import tokenizer_of
 from compress.text.windows import leading_ids
 
@@ -41,7 +43,7 @@ class Fingerprint:
     vocabulary: ids by token; empty where the tokenizer cannot be loaded. probes: the ids of PROBES,
     without special tokens. rope: the `rope_parameters` of the configuration, without Nones. window:
     its positions; 0 where the RoPE that a checkpoint should have is known whatever its window.
-    ends: ids of the tokens that end an answer.
+    ends: ids of the tokens that end an answer. head_dim: channels of a head.
     """
 
     vocabulary: Mapping[str, int]
@@ -51,6 +53,7 @@ class Fingerprint:
     rope: Mapping[str, Any]
     window: int = 0
     ends: frozenset[int] = frozenset()
+    head_dim: int = 0
 
 
 def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint:
@@ -58,10 +61,10 @@ def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     rope = getattr(config, "rope_parameters", None) or {}
     window = getattr(config.get_text_config(), "max_position_embeddings", 0)
-    ends = _ends(folder, config)
+    ends, size = _ends(folder, config), head_dim(config.get_text_config())
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
     if tokenizer is None:
-        return Fingerprint({}, (), False, None, _given(rope), window, ends)
+        return Fingerprint({}, (), False, None, _given(rope), window, ends, size)
     return Fingerprint(
         tokenizer.get_vocab(),
         tuple(tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in PROBES),
@@ -70,6 +73,7 @@ def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint
         _given(rope),
         window,
         ends,
+        size,
     )
 
 
@@ -167,9 +171,15 @@ def _rope(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
     if not changed:
         return
     if 0 < original.window < found.window:
+        windows = original.window, found.window
+        if method_of(original.rope, found.rope, found.head_dim, windows):
+            return
         changed.append(("the window", found.window, original.window))
         said = ", ".join(f"{name} {new} in place of {old}" for name, new, old in changed)
-        yield f"The checkpoint's RoPE is not the original's: {said}. Right if it was extended so."
+        yield (
+            f"The checkpoint's RoPE is not the original's: {said}. Stretched for that window by "
+            "NTK-aware, by parts or linear it is another: right only if a search chose it."
+        )
     else:
         said = ", ".join(f"{name} is {new}, should be {old}" for name, new, old in changed)
         yield f"The checkpoint's RoPE is wrong: {said}."

@@ -202,6 +202,28 @@ def scaled(
     return {**rest, "rope_type": "llama3", **named, **ends}
 
 
+def method_of(
+    rope: Mapping[str, Any], longer: Mapping[str, Any], head_dim: int, windows: tuple[int, int]
+) -> str | None:
+    """Which of METHODS makes of a rope the `longer` one, however that is spelled; None: none does.
+
+    windows: the model's before and after.
+    """
+    old, new = windows
+    try:
+        found, temperature = frequencies(longer, head_dim, new)
+    except (KeyError, TypeError, ValueError):
+        return None
+    for method in METHODS:
+        if refusal(method, rope) is None:
+            made = scaled(method, rope, new / old, head_dim, old)
+            wanted, its = frequencies(made, head_dim, new)
+            alike = torch.allclose(found, wanted, rtol=1e-3)
+            if alike and math.isclose(temperature, its, rel_tol=1e-3):
+                return method
+    return None
+
+
 def _filling(yarn: dict[str, Any], window: int) -> dict[str, Any]:
     """The same frequencies, spelled so that the original window times the factor is `window`.
 

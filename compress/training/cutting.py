@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from compress import checkpoint
 from compress.blocks.structure import GEMMA, GEMMA2, LAYOUTS, LLAMA
 from compress.errors import UserError
-from compress.source import describe
+from compress.source import describe, head_dim
 from compress.tensors import TensorFiles, ToWrite
 
 NARROWABLE = (LLAMA, GEMMA, GEMMA2)
@@ -51,11 +51,6 @@ def size_of(config: PretrainedConfig) -> Size:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return Size(config.num_hidden_layers, kv_heads, mlp)
-
-
-def head_dim(config: PretrainedConfig) -> int:
-    """Channels of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def refuse(config: PretrainedConfig, wanted: Size) -> None:

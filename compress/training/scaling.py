@@ -14,7 +14,7 @@ from compress.algorithms import rope
 from compress.artifact import write_json
 from compress.errors import UserError
 from compress.log import logger
-from compress.source import describe
+from compress.source import describe, head_dim
 from compress.training.long_window import arithmetic, losses
 
 STRETCHES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
@@ -29,10 +29,6 @@ def rope_of(parsed: PretrainedConfig) -> dict[str, Any]:
 def window_of(parsed: PretrainedConfig) -> int:
     """The window that a model has now, in tokens."""
     return rope.whole_window(rope_of(parsed), parsed.max_position_embeddings)
-
-
-def _head_dim(parsed: PretrainedConfig) -> int:
-    return getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads
 
 
 def scale(
@@ -54,7 +50,7 @@ def scale(
     changed = {
         **describe(source),
         "rope_parameters": rope.scaled(
-            method, parameters, factor, _head_dim(parsed), window, stretch
+            method, parameters, factor, head_dim(parsed), window, stretch
         ),
         "max_position_embeddings": round(window * factor),
     }
@@ -75,7 +71,7 @@ def raise_limit(folder: Path, window: int) -> None:
 def check_frequencies(model: PreTrainedModel) -> None:
     """Raise UserError where a model does not turn by the frequencies that its config stands for."""
     config = model.config
-    wanted, _ = rope.frequencies(rope_of(config), _head_dim(config), window_of(config))
+    wanted, _ = rope.frequencies(rope_of(config), head_dim(config), window_of(config))
     built = [b for name, b in model.named_buffers() if name.rpartition(".")[2] == "inv_freq"]
     if not built or not all(
         b.shape == wanted.shape and torch.allclose(b.cpu().double(), wanted, rtol=1e-4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from compress.algorithms.rope import scaled
 from compress.algorithms.rtn import rtn
 from compress.eval.diagnosis import Fingerprint, faults
 from compress.eval.layers import Blocks
@@ -90,10 +91,22 @@ def wrong_rope(folder: Path) -> None:
 
 
 def extended(folder: Path) -> None:
+    """By half of what its new window asks for."""
     wrong_rope(folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    config["max_position_embeddings"] *= 4
+    config["max_position_embeddings"] *= 8
+    file.write_text(json.dumps(config))
+
+
+def extended_well(folder: Path) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    window, size = config["max_position_embeddings"], config["hidden_size"]
+    config["rope_parameters"] = scaled(
+        "yarn", config["rope_parameters"], 4.0, size // config["num_attention_heads"], window
+    )
+    config["max_position_embeddings"] = 4 * window
     file.write_text(json.dumps(config))
 
 
@@ -122,11 +135,12 @@ def another_tokenizer(folder: Path) -> None:
         ),
         (wrong_rope, "RoPE", "factor is 4.0, should be absent"),
         (extended, "RoPE", "factor 4.0 in place of absent"),
+        (extended_well, None, ""),
         (another_tokenizer, "tokenizer", "is that of another model"),
     ],
     ids=[
         *("none", "head", "scales", "template", "bos", "no eos", "eos"),
-        *("rope", "extended", "tokenizer"),
+        *("rope", "extended", "extended well", "tokenizer"),
     ],
 )
 def test_a_planted_fault_is_named(

@@ -195,3 +195,19 @@ def test_dynamic_is_taken_as_what_it_is_within_its_window() -> None:
     )
     inside, _ = ROPE_INIT_FUNCTIONS["dynamic"](config(dynamic, WINDOW), torch.device("cpu"))
     torch.testing.assert_close(inside.double(), rope.plain(10000, HEAD), rtol=1e-5, atol=0)
+
+
+def test_the_method_of_a_stretched_rope_is_told_however_it_is_spelled() -> None:
+    windows = (WINDOW, int(FACTOR) * WINDOW)
+    for method in rope.METHODS:
+        made = rope.scaled(method, PLAIN, FACTOR, HEAD, WINDOW)
+        assert rope.method_of(PLAIN, made, HEAD, windows) == method
+        searched = rope.scaled(method, PLAIN, FACTOR, HEAD, WINDOW, 1.5)
+        assert rope.method_of(PLAIN, searched, HEAD, windows) is None
+    bare = {**PLAIN, "rope_type": "linear", "factor": FACTOR}
+    assert rope.method_of(PLAIN, bare, HEAD, windows) == "linear"
+    assert rope.method_of(PLAIN, {**bare, "factor": 2.0}, HEAD, windows) is None
+    raised = {**LLAMA3, "factor": 32.0}
+    assert rope.method_of(LLAMA3, raised, HEAD, (4096, 16384)) == "yarn"
+    assert rope.method_of(PLAIN, PLAIN, HEAD, windows) is None
+    assert rope.method_of(LONG, {"rope_type": "axial"}, HEAD, windows) is None
