@@ -245,6 +245,13 @@ def _composed(job: Job) -> DictConfig:
         if "is not in struct" in told:  # and in the schema: one of a dict's, such as a limit
             new = (word for word in job.words if f"'{word.partition('=')[0]}'" in told)
             told += "".join(f"; the recipe has none yet: +{word} adds it" for word in new)
+        if "already at" in told:
+            old = (word[1:] for word in job.words if word.startswith("+"))
+            told = "; ".join(
+                f"+{word}: the recipe has one: {word} changes it"
+                for word in old
+                if f"'{word.partition('=')[0]}'" in told
+            )
         raise UserError(told) from error
 
 

@@ -154,6 +154,7 @@ def test_options_anywhere_and_bare_words_for_lists(given: list[str], wanted: lis
             ["score.gate.tasks.cloze=3"],
             "not in struct; the recipe has none yet: +score.gate.tasks.cloze=3 adds it",
         ),
+        (["+score.gate.kl=3"], "+score.gate.kl=3: the recipe has one: score.gate.kl=3 changes it"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
