@@ -62,8 +62,11 @@ def decoding(requests: Sequence[Request], clock: Clock, room: float, beams: int)
 
     def size(answer: float, copies: int) -> float:
         """Bytes of a mean request with so many copies of its answer."""
-        whole = request_bytes(clock.shape, clock.kv_cache, prompt + answer)
-        return whole + (copies - 1) * (whole - kv_bytes(clock.shape, clock.kv_cache, prompt))
+        whole, own = (
+            request_bytes(clock.shape, clock.kv_cache, tokens)
+            for tokens in (prompt + answer, answer)
+        )
+        return whole + (copies - 1) * own
 
     one, many = (max(1, min(MOST_AT_ONCE, int(room / size(mean, copies)))) for copies in (1, beams))
     context = prompt + mean / 2

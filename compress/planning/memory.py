@@ -5,6 +5,7 @@ docs/planning.md has the formulas with a worked example.
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -158,6 +159,15 @@ def kv_bytes(shape: Shape, kind: str, tokens: float) -> float:
     row = 2 * shape.kv_heads * shape.head_size * HALF
     bounded = sum(min(tokens, window) * row for window in shape.windows if window is not None)
     return tokens * shape.kv_per_token[kind] + bounded
+
+
+def kv_sliding(shape: Shape) -> list[dict[str, int]]:
+    """What layers with a sliding window keep beside `kv_per_token`: by window, how many there are,
+    and their bytes of each token that is in it.
+    """
+    row = 2 * shape.kv_heads * shape.head_size * HALF
+    counts = Counter(window for window in shape.windows if window is not None)
+    return [{"window": w, "layers": n, "bytes": n * row} for w, n in sorted(counts.items())]
 
 
 def request_bytes(shape: Shape, kind: str, tokens: float) -> float:

@@ -14,6 +14,7 @@ from compress.planning.memory import (
     Weights,
     all_schemes,
     cache_room,
+    kv_sliding,
     largest_batch,
     largest_length,
     needed,
@@ -88,6 +89,7 @@ def study(question: Question) -> dict[str, Any]:
         "overhead": question.process + OVERHEAD * memory,
         "engine": question.engine,
         "kv_cache": dict(shape.kv_per_token),
+        "kv_sliding": kv_sliding(shape),
         "schemes": rows,
         "refused": refused,
         "base": base.scheme,
@@ -114,7 +116,8 @@ def _base(
     names = ", ".join(weights.scheme for weights in fitting)
     found = next((weights for weights in schemes if weights.scheme.lower() == asked.lower()), None)
     if found is None:
-        why = refused.get(asked, "no such scheme")
+        reasons = {scheme.lower(): reason for scheme, reason in refused.items()}
+        why = reasons.get(asked.lower(), "no such scheme")
         raise UserError(f"scheme={asked}: {why}; wanted one of {names}")
     if found not in fitting:
         raise UserError(f"{_too_little(question, found)}, or one of {names}")

@@ -17,6 +17,7 @@ from compress.planning.memory import (
     OVERHEAD,
     all_schemes,
     kv_bytes,
+    kv_sliding,
     largest_batch,
     largest_length,
     needed,
@@ -154,6 +155,16 @@ def test_a_sliding_window_bounds_the_cache() -> None:
     assert kv_bytes(found, "16", 100) == 100 * row
     assert kv_bytes(found, "16", 5000) == 512 * row
     assert list(found.kv_per_token) == ["16"]
+    assert kv_sliding(found) == [{"window": 512, "layers": 4, "bytes": row}]
+
+
+def test_beams_have_windows_of_their_own(small: Shape) -> None:
+    fields = SMALL | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    found, row = shape(fields, sliding_window=512), 2 * 2 * 64 * 2 * 4
+    # A prompt fills the windows, so that the answers of beams take what the prompt no longer has.
+    room = 10 * (512 + 3 * 100) * row + 10 * 4 * 4 * 1000
+    asked = lengths.decoding([Request(4000, 100)], second_a_forward(found), room, beams=4)
+    assert asked["beam_requests"] == {"1": int(room / (512 * row + 4000)), "4": 10}
 
 
 def test_8_bit_caches_take_what_the_runtime_says(small: Shape) -> None:
