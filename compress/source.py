@@ -42,6 +42,7 @@ SIZES = {
     "head_dim": 10_000,
     "vocab_size": 10_000_000,
     "max_position_embeddings": 1_000_000_000,
+    "sliding_window": 1_000_000_000,
 }
 """What a configuration has at most, by its own names: beyond what any model has."""
 SAMPLE = 1 << 20  # bytes of each end and of each 64th part that a large file's fingerprint reads
@@ -102,6 +103,14 @@ def refuse_sizes(config: PretrainedConfig, fields: Mapping[str, Any], where: str
         and isinstance(value := getattr(text, name, None), int)
         and not 1 <= value <= most
     ]
+    heads, kv_heads = (
+        getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    if not problems and isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        problems = [
+            f"{names['num_key_value_heads']} is {kv_heads}; wanted one that divides the "
+            f"{heads} of {names['num_attention_heads']}"
+        ]
     if problems:
         raise UserError(f"{where}: {'; '.join(problems)}")
 

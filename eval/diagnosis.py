@@ -6,20 +6,24 @@ block or an output head that is further from the original than the others (see e
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from compress.algorithms.rope import method_of
 from compress.eval.layers import Blocks
 from compress.runtime.configs import generation_config
 from compress.source import head_dim
 from compress.text.tokenizer import tokenizer_of
-from compress.text.windows import leading_ids
 
 PROBES = (
     "The quick brown fox, it's 3.5% of 1,000!",
@@ -27,10 +31,19 @@ PROBES = (
     "早上好，世界。",
     "Grüße aus Zürich — 🙂",
 )
+NAMED = ("bos_token", "eos_token")
+"""Special tokens that templates and engines ask a tokenizer for by these names."""
 FAR, OUTSTANDING, GAIN = 0.3, 3.0, 0.3
 """A block is named where its error is above FAR and above OUTSTANDING times both the median block's
 and its own in the original as it is served, and its scales where its gain is off 1 by more than
 GAIN."""
+ARITHMETIC = (
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "hidden_act"),
+    *("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "logits_scaling"),
+    *("final_logit_softcapping", "embedding_multiplier", "residual_multiplier"),
+    *("attention_multiplier", "attention_bias", "sliding_window", "layer_types"),
+)
+"""Fields of a configuration, of any kind of model, that change what its weights compute."""
 HEAD_KL = 0.005
 """Nats a token above the original's head as it is served. SmolLM2-135M's, rounded to nearest, has
 0.002 in INT8 and 0.17 in 4 bit by groups of 64; in bfloat16 0.0005."""
@@ -43,7 +56,9 @@ class Fingerprint:
     vocabulary: ids by token; empty where the tokenizer cannot be loaded. probes: the ids of PROBES,
     without special tokens. rope: the `rope_parameters` of the configuration, without Nones. window:
     its positions; 0 where the RoPE that a checkpoint should have is known whatever its window.
-    ends: ids of the tokens that end an answer. head_dim: channels of a head.
+    ends: ids of the tokens that end an answer. head_dim: channels of a head. arithmetic: what else
+    of the configuration the model computes by, of ARITHMETIC. named: those of NAMED that the
+    tokenizer knows.
     """
 
     vocabulary: Mapping[str, int]
@@ -54,27 +69,43 @@ class Fingerprint:
     window: int = 0
     ends: frozenset[int] = frozenset()
     head_dim: int = 0
+    arithmetic: Mapping[str, Any] = field(default_factory=dict)
+    named: tuple[str, ...] = ()
 
 
 def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint:
     """The fingerprint of a model's folder."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    rope = getattr(config, "rope_parameters", None) or {}
-    window = getattr(config.get_text_config(), "max_position_embeddings", 0)
-    ends, size = _ends(folder, config), head_dim(config.get_text_config())
+    text = config.get_text_config()
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
-    if tokenizer is None:
-        return Fingerprint({}, (), False, None, _given(rope), window, ends, size)
-    return Fingerprint(
-        tokenizer.get_vocab(),
-        tuple(tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in PROBES),
-        bool(leading_ids(tokenizer)),
-        tokenizer.chat_template,
-        _given(rope),
-        window,
-        ends,
-        size,
+    of_files = Fingerprint(
+        vocabulary={},
+        probes=(),
+        adds_bos=False,
+        chat_template=None,
+        rope=_given(getattr(config, "rope_parameters", None) or {}),
+        window=getattr(text, "max_position_embeddings", 0),
+        ends=_ends(folder, config),
+        head_dim=head_dim(text),
+        arithmetic={name: getattr(text, name) for name in ARITHMETIC if hasattr(text, name)},
     )
+    if tokenizer is None:
+        return of_files
+    return replace(
+        of_files,
+        vocabulary=tokenizer.get_vocab(),
+        probes=tuple(
+            tuple(tokenizer(probe, add_special_tokens=False).input_ids) for probe in PROBES
+        ),
+        named=tuple(name for name in NAMED if getattr(tokenizer, name) is not None),
+        adds_bos=_opens(tokenizer),
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def _opens(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it opens a text with a token of its own, which it may have no name for."""
+    return len(tokenizer("a").input_ids) > len(tokenizer("a", add_special_tokens=False).input_ids)
 
 
 def _ends(folder: Path, config: PretrainedConfig) -> frozenset[int]:
@@ -106,7 +137,11 @@ def faults(
         ("RoPE", _rope(original, found)),
     ]
     if blocks is not None and served is not None:
-        checks += [("LM head", _head(blocks, served)), ("block", _blocks(blocks, served))]
+        checks += [
+            ("configuration", _arithmetic(original, found)),
+            ("LM head", _head(blocks, served)),
+            ("block", _blocks(blocks, served)),
+        ]
     return [{"name": name, "text": text} for name, texts in checks for text in texts]
 
 
@@ -122,6 +157,8 @@ def _tokenizer(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
         )
     elif original.probes != found.probes:
         yield "The checkpoint's tokenizer has the same tokens but cuts text otherwise."
+    if lost := [name for name in original.named if name not in found.named]:
+        yield f"The checkpoint's tokenizer no longer says what its {' and '.join(lost)} is."
 
 
 def _bos(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
@@ -139,17 +176,20 @@ def _eos(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
     wanted, given = (_tokens(original, ends) for ends in (original.ends, found.ends))
     if lost := original.ends - found.ends:
         yield (
-            f"EOS is missing: {_tokens(original, lost)} ends the original's answers, but not the "
-            f"checkpoint's{f', which {given} ends' if found.ends else ''}, so they run on."
+            f"EOS is missing: {_tokens(original, lost)} ends the original's answers; the "
+            f"checkpoint's are ended by {given}, so they run on."
         )
     else:
-        yield f"EOS is another: {given} ends the checkpoint's answers, the original's {wanted}."
+        yield (
+            f"EOS is another: the checkpoint's answers are ended by {given}, "
+            f"the original's by {wanted}."
+        )
 
 
 def _tokens(original: Fingerprint, ids: frozenset[int]) -> str:
     """Tokens by name, as the original's vocabulary has them, or by number."""
     names = {i: token for token, i in original.vocabulary.items() if i in ids}
-    return " or ".join(names.get(i, str(i)) for i in sorted(ids)) or "none"
+    return " or ".join(names.get(i, str(i)) for i in sorted(ids)) or "nothing"
 
 
 def _template(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
@@ -159,6 +199,21 @@ def _template(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
         yield "The chat template is lost: the original has one, the checkpoint has none."
     elif original.chat_template != found.chat_template:
         yield "The checkpoint's chat template is not the original's."
+
+
+def _arithmetic(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
+    changed = [
+        f"{name} is {found.arithmetic.get(name, 'absent')}, should be {value}"
+        for name, value in original.arithmetic.items()
+        if found.arithmetic.get(name, "absent") != value
+    ]
+    if changed:
+        yield f"The checkpoint's config.json computes otherwise: {'; '.join(changed)}."
+    if 0 < found.window < original.window:
+        yield (
+            f"The checkpoint's window is {found.window} tokens, the original's {original.window}: "
+            "engines cut or refuse what is longer."
+        )
 
 
 def _rope(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
@@ -190,11 +245,12 @@ def _head(blocks: Blocks, served: Blocks) -> Iterator[str]:
         yield "What the output head gives are not finite numbers: its weights or scales are broken."
     elif not blocks.head_kl <= served.head_kl + HEAD_KL:
         scheme = blocks.head_scheme
-        how = f"it is stored in {scheme}" if scheme else "its weights are not the original's"
-        yield (
-            f"The output head alone costs a KL of {blocks.head_kl:.3f} nats a token: {how}; "
-            "it should be in 16 bit."
+        how = (
+            f"it is stored in {scheme}; it should be in 16 bit"
+            if scheme
+            else "its weights, or those of the norm before it, are not the original's"
         )
+        yield f"The output head alone costs a KL of {blocks.head_kl:.3f} nats a token: {how}."
 
 
 def _blocks(blocks: Blocks, served: Blocks) -> Iterator[str]:
@@ -205,7 +261,7 @@ def _blocks(blocks: Blocks, served: Blocks) -> Iterator[str]:
             yield f"What block {i} gives are not finite numbers: its weights or scales are broken."
         elif not error <= max(FAR, OUTSTANDING * usual, OUTSTANDING * floor):
             why = (
-                f"it adds {gain:.2f} times what it should, so scales are wrong"
+                f"it adds {abs(gain):.2f} times what it should, so scales are wrong"
                 if abs(gain - 1) > GAIN
                 else "its weights are wrong"
             )

@@ -83,7 +83,7 @@ def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
     found = []
     kl = scores["fidelity"]["kl"]
     if gate.kl is not None and not (kl is not None and kl <= gate.kl):
-        found.append(f"KL {_nats(kl)}, at most {gate.kl:g} allowed")
+        found.append(f"KL {_nats(kl, gate.kl)}, at most {gate.kl:g} allowed")
     first: dict[str, Mapping[str, Any]] = {}
     for row in scores["tasks"]:
         first.setdefault(row["name"], row)
@@ -102,6 +102,8 @@ def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _nats(kl: float | None) -> str:
-    finite = kl is not None and isfinite(kl)
-    return f"{kl:.4f} nats a token" if finite else "that is not a finite number"
+def _nats(kl: float | None, limit: float) -> str:
+    if kl is None or not isfinite(kl):
+        return "that is not a finite number"
+    digits = ".4f" if round(kl, 4) > limit else ""  # all of them, where fewer do not tell
+    return f"{kl:{digits}} nats a token"

@@ -87,14 +87,24 @@ def _lines(source: str) -> list[tuple[str, Any]]:
     for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         try:
             if text := line.decode("utf-8").strip():
-                found.append((f"{source}:{number}", json.loads(text)))
+                found.append((f"{source}:{number}", json.loads(text, object_pairs_hook=_once)))
         except UnicodeDecodeError as error:
             raise UserError(f"{source}:{number}: not UTF-8 ({error})") from error
         except ValueError as error:
             raise UserError(f"{source}:{number}: not JSON ({error})") from error
+        except RecursionError as error:
+            raise UserError(f"{source}:{number}: JSON nested too deep") from error
     if not found:
         raise UserError(f"requests={source}: empty; wanted a request a line")
     return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f'"{next(n for n in names if names.count(n) > 1)}" is given twice')
+    return fields
 
 
 def _request(where: str, fields: Any) -> Request:

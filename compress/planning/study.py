@@ -24,6 +24,8 @@ from compress.planning.shape import Shape
 from compress.planning.timing import Clock
 
 BATCHES = (1, 8, 32)
+SIMULATED = 5000
+"""Requests that batching is simulated on at most, the first to come: seconds."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Question:
     def left(self) -> int:
         """Bytes of the device's memory that are left by it."""
         return self.memory - self.process
+
+    @property
+    def simulated(self) -> Sequence[Request]:
+        """The requests that batching is simulated on."""
+        return self.requests[:SIMULATED]
 
 
 def study(question: Question) -> dict[str, Any]:
@@ -143,7 +150,7 @@ def _scheme(question: Question, weights: Weights, longest: int, mean: float) -> 
     prompt = round(lengths.summarized(question.requests)["prompt"]["mean"])
     room = cache_room(shape, weights, memory, longest)
     fits = largest_batch(shape, weights, "16", longest, memory) > 0
-    served = simulate.continuous(question.requests, clock, room) if fits else []
+    served = simulate.continuous(question.simulated, clock, room) if fits else []
     return {
         "scheme": weights.scheme,
         "bytes": {part: size for part, size in weights.parts.items() if size},
@@ -178,7 +185,7 @@ def _ladder(longest: int) -> list[int]:
 
 def _batching(question: Question, clock: Clock, room: float, longest: int) -> dict[str, Any]:
     """One machine with static and with continuous batching; two, alike and split."""
-    requests = question.requests
+    requests = question.simulated
     slots = largest_batch(clock.shape, clock.weights, "16", longest, question.left)
     slots = min(max(1, slots), simulate.MOST_AT_ONCE)
     ways = {
@@ -187,7 +194,8 @@ def _batching(question: Question, clock: Clock, room: float, longest: int) -> di
         "two alike": simulate.two_alike(requests, clock, room),
         "split": simulate.split(requests, clock, room),
     }
-    return {"slots": slots, **{way: simulate.outcome(served) for way, served in ways.items()}}
+    simulated = {"slots": slots, "requests": len(requests)}
+    return {**simulated, **{way: simulate.outcome(served) for way, served in ways.items()}}
 
 
 def _student(question: Question, base: Weights, longest: int) -> dict[str, Any]:

@@ -62,6 +62,13 @@ def scheme_head(plan: Mapping[str, Any]) -> list[str]:
     return ["scheme", "weights", "bits", "1 request", *batches, "length", "TTFT", *steps, "served"]
 
 
+def simulated(plan: Mapping[str, Any]) -> Iterator[str]:
+    """That batching was simulated on some of the requests alone, where it was."""
+    some, every = plan["batching"]["requests"], plan["requests"]["count"]
+    if some < every:
+        yield f"Simulated on the first {words.count(some)} of {words.count(every)} requests."
+
+
 def batching_rows(plan: Mapping[str, Any]) -> list[list[str]]:
     """A row a way of batching."""
     return [
@@ -186,6 +193,7 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     yield from table(RESERVATION_HEAD, reservation_rows(plan))
     yield ""
     yield from table(BATCHING_HEAD, batching_rows(plan))
+    yield from simulated(plan)
     yield ""
     yield "Is a longer context needed?"
     yield from table(WINDOW_HEAD, window_rows(plan))

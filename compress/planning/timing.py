@@ -6,7 +6,7 @@ docs/planning.md has the formula.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compress.planning.devices import Device
+from compress.planning.devices import CPU, Device
 from compress.planning.memory import HALF, Weights, kv_bytes
 from compress.planning.shape import Shape
 
@@ -22,10 +22,20 @@ class Clock:
 
     def prefill(self, prompts: Sequence[int]) -> float:
         """Seconds until the first tokens of `prompts`, of so many tokens each, in one forward."""
-        channels = self.shape.query_heads * self.shape.head_size * self.shape.blocks
-        pairs = sum(tokens * tokens / 2 for tokens in prompts)
+        channels = self.shape.query_heads * self.shape.head_size
+        pairs = sum(self._pairs(tokens) for tokens in prompts)
         attention = pairs * channels * self.device.pair_s
         return self._forward(sum(prompts), len(prompts)) + attention
+
+    def _pairs(self, tokens: int) -> float:
+        """Pairs of tokens that attend to each other, in all layers. On CPU those beyond a sliding
+        window are computed, too, and masked.
+        """
+        on_cpu, total = self.device.name == CPU, 0.0
+        for window in self.shape.windows:
+            seen = tokens if window is None or on_cpu else min(tokens, window)
+            total += seen * (tokens - seen / 2)
+        return total
 
     def decode(self, batch: int, context: float) -> float:
         """Seconds of one step of `batch` requests whose caches hold `context` tokens together.

@@ -25,6 +25,12 @@ SPEEDS = {
 """What `serve` measures, with the words for a figure above and below the original's."""
 TIMES = {"decode_tokens_per_s": "tpot", "prefill_tokens_per_s": "ttft", "ttft_ms": "ttft"}
 """By what times these are told apart."""
+HELD = {
+    *("bits_per_weight", "bytes", "config", "faults", "fidelity", "gate", "hardware", "latency"),
+    *("model", "model_content", "model_name", "parameters", "plan", "scheme", "seconds", "tasks"),
+    "verdict",
+}
+"""What is read of a report."""
 APART = 1.1
 """Originals of which one decodes so many times as fast as another were not measured alike."""
 
@@ -71,7 +77,11 @@ def _read(folder: Path) -> Report:
     file = folder / "report.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or "model_content" not in found:
+        if (
+            not isinstance(found, dict)
+            or not found.keys() >= HELD
+            or "headline" not in found["verdict"]
+        ):
             raise ValueError("written before it held all that its page shows")
     except OSError as error:
         raise UserError(

@@ -78,6 +78,8 @@ def _headline(figures: Figures) -> str:
         facts.append(f"KL {significant(figures['fidelity']['kl'], 2)}")
     if figures["tasks"]:
         facts += _tasks_fact(figures["tasks"], broken)
+    if figures["faults"]:
+        facts.append(f"{several(len(figures['faults']), 'fault')} found")
     if figures["gate"] and figures["gate"]["broken"]:
         facts.append("the recipe's gate is broken")
     return f"{title}: {', '.join(facts)}." if facts else f"{title}: nothing was measured."

@@ -248,7 +248,8 @@ class _Slots:
         if name not in self._wanted:
             raise UserError(
                 f"{folder}: {name} is stored, but the model of config.json has no such tensor; "
-                "ignore in quantization_config must list full names"
+                "wanted one that fits the weights: its sizes, and full names in the ignore of "
+                "quantization_config"
             )
         if name in self._tied:
             return None

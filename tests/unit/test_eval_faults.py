@@ -74,6 +74,10 @@ def no_bos(folder: Path) -> None:
     file.write_text(json.dumps({**content, "post_processor": None}))
 
 
+def no_settings(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+
+
 def ends_with(*ids: int) -> Callable[[Path], None]:
     def plant(folder: Path) -> None:
         for file in (folder / "config.json", folder / "generation_config.json"):
@@ -87,6 +91,14 @@ def wrong_rope(folder: Path) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config["rope_parameters"] |= {"rope_type": "linear", "factor": 4.0}
+    file.write_text(json.dumps(config))
+
+
+def another_config(folder: Path) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["rms_norm_eps"] *= 1.5
+    config["max_position_embeddings"] //= 2
     file.write_text(json.dumps(config))
 
 
@@ -127,20 +139,22 @@ def another_tokenizer(folder: Path) -> None:
         (changed(doubled_scales), "block", "Block 2 is off by"),
         (no_template, "chat template", "is lost"),
         (no_bos, "BOS", "BOS is missing"),
-        (ends_with(), "EOS", "EOS is missing: <|end|> ends the original's answers, but not the"),
+        (no_settings, "tokenizer", "no longer says what its bos_token and eos_token is"),
+        (ends_with(), "EOS", "EOS is missing: <|end|> ends the original's answers; the "),
         (
             ends_with(1, 2),
             "EOS",
-            "<|end|> or <|pad|> ends the checkpoint's answers, the original's <|end|>",
+            "answers are ended by <|end|> or <|pad|>, the original's by <|end|>",
         ),
         (wrong_rope, "RoPE", "factor is 4.0, should be absent"),
         (extended, "RoPE", "factor 4.0 in place of absent"),
         (extended_well, None, ""),
+        (another_config, "configuration", "rms_norm_eps is 1.5e-06, should be 1e-06"),
         (another_tokenizer, "tokenizer", "is that of another model"),
     ],
     ids=[
-        *("none", "head", "scales", "template", "bos", "no eos", "eos"),
-        *("rope", "extended", "extended well", "tokenizer"),
+        *("none", "head", "scales", "template", "bos", "settings", "no eos", "eos"),
+        *("rope", "extended", "extended well", "config", "tokenizer"),
     ],
 )
 def test_a_planted_fault_is_named(
@@ -150,7 +164,7 @@ def test_a_planted_fault_is_named(
     shutil.copytree(dense, checkpoint)
     plant(checkpoint)
     found = judged(dense, checkpoint, tmp_path)["faults"]
-    assert [fault["name"] for fault in found] == ([name] if name else [])
+    assert {fault["name"] for fault in found} == ({name} if name else set())
     assert said in "".join(fault["text"] for fault in found)
 
 

@@ -64,6 +64,15 @@ def test_a_figure_that_is_not_finite_is_no_pass(kl: float | None) -> None:
     assert broken(Gate(kl=1.0), scores(kl=kl), None) == [said]
 
 
+def test_a_kl_is_told_from_its_limit() -> None:
+    assert broken(Gate(kl=0.00655), scores(kl=0.006551), None) == [
+        "KL 0.0066 nats a token, at most 0.00655 allowed"
+    ]
+    assert broken(Gate(kl=0.0066), scores(kl=0.0066000001), None) == [
+        "KL 0.0066000001 nats a token, at most 0.0066 allowed"
+    ]
+
+
 def test_a_task_of_which_nothing_was_asked_is_no_pass() -> None:
     (reason,) = broken(Gate(tasks={"summaries": 5}), scores(), None)
     assert reason.startswith("summaries was not asked")

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from compress.planning.memory import (
 from compress.planning.requests import Request, read_requests
 from compress.planning.shape import Shape, read_model, shape_of
 from compress.planning.study import Question, study
+from compress.planning.tables import simulated
 from compress.planning.timing import Clock
 from compress.qtensor import QuantSpec
 
@@ -299,6 +301,29 @@ def test_split_prefills_one_at_a_time_and_hands_on(small: Shape) -> None:
     assert found[5][1] == pytest.approx(7, abs=0.1)
 
 
+def test_a_prompt_attends_within_its_windows() -> None:
+    fields = SMALL | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    found, clock = shape(fields, sliding_window=512), second_a_forward(shape(SMALL))
+    timed = replace(clock, shape=found, device=replace(clock.device, pair_s=1.0))
+    channels = found.query_heads * found.head_size
+    pairs = 4 * (512 * 512 / 2 + (2000 - 512) * 512)  # blocks; the first 512 see less
+    assert timed.prefill([2000]) == pytest.approx(1 + channels * pairs)
+    assert timed.prefill([300]) == pytest.approx(1 + channels * 4 * 300 * 300 / 2)
+    on_cpu = replace(timed, device=replace(timed.device, name="cpu"))
+    assert on_cpu.prefill([2000]) == pytest.approx(1 + channels * 4 * 2000 * 2000 / 2)
+
+
+def test_of_a_long_log_the_first_requests_are_simulated(
+    small: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compress.planning.study.SIMULATED", 10)
+    asked = [Request(20, 5)] * 30
+    plan = study(Question(small, small, GPUS["a10g"], 24 * 10**9, asked, window=2048))
+    assert plan["batching"]["requests"] == 10
+    assert plan["requests"]["count"] == 30
+    assert list(simulated(plan)) == ["Simulated on the first 10 of 30 requests."]
+
+
 def test_outcome_counts_from_arrival(small: Shape) -> None:
     found = simulate.outcome(simulate.static(THREE, second_a_forward(small), slots=2))
     assert found["seconds"] == 8
@@ -365,6 +390,7 @@ def test_requests_are_read_with_their_times(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("{", "lengths.jsonl:2: not JSON"),
+        ('{"new": 1, "prompt": 3, "new": 2}', 'lengths.jsonl:2: not JSON ("new" is given twice)'),
         ("[1]", "lengths.jsonl:2: found [1]"),
         ('{"prompt": 3}', 'lengths.jsonl:2: "new" is None'),
         ('{"prompt": 0, "new": 1}', 'lengths.jsonl:2: "prompt" is 0'),

@@ -343,6 +343,10 @@ def test_what_is_no_run_is_told(runs: list[Path], tmp_path: Path) -> None:
         compare.main(["~no-user/x", "~no-user/y"])
     with pytest.raises(UserError, match="the same run is given twice"):
         comparison([runs[0], runs[0]], Path())
+    whole = json.loads((runs[1] / "report.json").read_text())
+    (runs[1] / "report.json").write_text(json.dumps(whole | {"verdict": {}}))
+    with pytest.raises(UserError, match=r"not a report of this version"):
+        comparison(runs, Path())
     (runs[1] / "report.json").write_text("{}")
     with pytest.raises(UserError, match=r"not a report of this version"):
         comparison(runs, Path())

@@ -223,6 +223,13 @@ def test_a_task_that_could_show_no_loss_does_not_reassure(
     assert figures(run)["verdict"]["headline"].endswith(f"KL 0.012, {said}")
 
 
+def test_faults_are_in_the_headline(run: SimpleNamespace) -> None:
+    scores = run.manifests["score"]["metrics"]
+    assert " fault" not in figures(run)["verdict"]["headline"]
+    scores["faults"] = [{"name": "EOS", "text": "EOS is missing."}]
+    assert ", 1 fault found" in figures(run)["verdict"]["headline"]
+
+
 def test_outputs_that_are_not_numbers_are_said_first(run: SimpleNamespace) -> None:
     scores, nan = run.manifests["score"]["metrics"], float("nan")
     scores["fidelity"] |= {"kl": nan, "kl_ci95": [nan, nan]}

@@ -76,6 +76,10 @@ def test_a_known_architecture_needs_no_code_of_its_folder(tiny_model: Path, tmp_
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000; wanted 1 to 10,000,000"),
         ({"num_attention_heads": 0}, "not a model that transformers knows"),
         ({"head_dim": 0}, "head_dim is 0; wanted 1 to 10,000"),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 3, "head_dim": 8},
+            "num_key_value_heads is 3; wanted one that divides the 4 of num_attention_heads",
+        ),
         ({"model_type": ["llama"]}, "not a model that transformers knows"),
         ({"dtype": "x"}, "not a model that transformers knows"),
         (None, "model_type is llama, no sizes are given; wanted the config.json of a model"),
