@@ -35,6 +35,7 @@ class BlockWork:
 
     specs: how each linear of the model that is quantized is, by its full name. dtype: of what is
     stored beside integers. smooth, clip, rounding, steps, rate: as in `stages.quantize.Quantize`.
+    metric: of the errors of what the block gives, as for `learned.relative_error`.
     """
 
     model: BlockModel
@@ -48,6 +49,7 @@ class BlockWork:
     rounding: str
     steps: int
     rate: float
+    metric: Tensor | None = None
 
     def run(
         self, statistics: Mapping[str, Tensor], streams: CalibrationStreams | None
@@ -163,13 +165,20 @@ class BlockWork:
 
         def error() -> float:
             return sum(
-                float(relative_error(block(same.inputs, **same.call), same))
+                float(relative_error(block(same.inputs, **same.call), same, self.metric))
                 for same in streams.first(self.index)
             )
 
         with self.clock.part("learning"), swapped(block, linears):
             before = error()
-            learn(block, linears, windows, count=self.steps, rate=self.rate)
+            learn(
+                block,
+                linears,
+                windows,
+                count=self.steps,
+                rate=self.rate,
+                metric=self.metric,
+            )
             after = error()
         if after < before:
             return {name: linear.qtensor() for name, linear in linears.items()}
