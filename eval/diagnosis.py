@@ -151,9 +151,11 @@ def _tokenizer(original: Fingerprint, found: Fingerprint) -> Iterator[str]:
         return
     moved = sum(found.vocabulary.get(token) != i for token, i in original.vocabulary.items())
     if moved:
+        all_of_it = len(original.vocabulary)
+        what = "is that of another model" if moved > all_of_it / 100 else "is not the original's"
         yield (
-            f"The checkpoint's tokenizer is that of another model: {moved} of "
-            f"{len(original.vocabulary)} tokens are missing there or have other ids."
+            f"The checkpoint's tokenizer {what}: {moved} of {all_of_it} tokens are missing there "
+            "or have other ids."
         )
     elif original.probes != found.probes:
         yield "The checkpoint's tokenizer has the same tokens but cuts text otherwise."
@@ -255,6 +257,13 @@ def _head(blocks: Blocks, served: Blocks) -> Iterator[str]:
 
 def _blocks(blocks: Blocks, served: Blocks) -> Iterator[str]:
     usual = median(filter(isfinite, blocks.error)) if any(map(isfinite, blocks.error)) else 0.0
+    gains = [gain for gain in blocks.gain if isfinite(gain)]
+    if gains and abs(median(gains) - 1) > GAIN:
+        yield (
+            f"The blocks add {abs(median(gains)):.2f} times what they should (median), with errors "
+            f"of {100 * usual:.0f}%: what they have in common is wrong, such as norms, scales or "
+            "config.json."
+        )
     each = zip(blocks.error, blocks.gain, served.error, strict=True)
     for i, (error, gain, floor) in enumerate(each):
         if not isfinite(error):

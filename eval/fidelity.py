@@ -100,7 +100,8 @@ def windows(text: str, tokenizer: PreTrainedTokenizerBase, count: int, length: i
     if size + len(start) < LEAST_WINDOW:
         raise UserError(
             f"held-out text: {len(ids)} tokens, windows of {length}; wanted at least one window "
-            f"of {LEAST_WINDOW} tokens: give a longer score.text or a larger score.window_tokens"
+            f"of {LEAST_WINDOW} tokens: give a "
+            f"{'larger score.window_tokens' if length < LEAST_WINDOW else 'longer score.text'}"
         )
     rows = [ids[i * size : (i + 1) * size] for i in range(min(count, len(ids) // size))]
     return torch.tensor([start + row for row in rows], dtype=torch.int64)

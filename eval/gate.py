@@ -12,19 +12,22 @@ class Gate:
 
     kl: KL to the original, in nats a token; null: any. tasks: by task, the largest drop of its
     first metric, in points of 100. token_ms: milliseconds that each further token of one request
-    takes, by the median that the stage serve measured; null: any. The measured figures count, not
-    their intervals.
+    takes, by the median that the stage serve measured; null: any. faults: how many of the faults
+    that are looked for may be found; null: any. The measured figures count, not their intervals.
     """
 
     kl: float | None = None
     tasks: dict[str, float] = field(default_factory=dict)
     token_ms: float | None = None
+    faults: int | None = None
 
     def problems(self, scored: list[str]) -> list[str]:
         """What is wrong with the limits, a line each; scored: the tasks that are judged."""
         limits = {f"tasks.{name}": limit for name, limit in self.tasks.items()}
         if self.kl is not None:
             limits["kl"] = self.kl
+        if self.faults is not None:
+            limits["faults"] = self.faults
         wrong = [
             f"score.gate.{name} is {limit}; wanted 0 or more"
             for name, limit in limits.items()
@@ -44,7 +47,8 @@ class Gate:
     @property
     def limits(self) -> int:
         """How many limits there are."""
-        return len(self.tasks) + (self.kl is not None) + (self.token_ms is not None)
+        single = (self.kl, self.token_ms, self.faults)
+        return len(self.tasks) + sum(limit is not None for limit in single)
 
     def checked(self, *, scored: bool, served: bool) -> "Gate":
         """The limits that a run checks: all where it scored, that of speed where it only served."""
@@ -84,6 +88,9 @@ def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
     kl = scores["fidelity"]["kl"]
     if gate.kl is not None and not (kl is not None and kl <= gate.kl):
         found.append(f"KL {_nats(kl, gate.kl)}, at most {gate.kl:g} allowed")
+    faults = [fault["name"] for fault in scores["faults"]]
+    if gate.faults is not None and len(faults) > gate.faults:
+        found.append(f"{len(faults)} faults ({', '.join(faults)}), at most {gate.faults} allowed")
     first: dict[str, Mapping[str, Any]] = {}
     for row in scores["tasks"]:
         first.setdefault(row["name"], row)

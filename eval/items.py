@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from compress.errors import UserError
 from compress.eval import rules
 from compress.eval.tasks import Task
+from compress.given import once
 from compress.text.windows import leading_ids
 
 PLACE = re.compile(r"\{(\w+)\}")
@@ -125,7 +126,7 @@ def _unnamed(missing: list[tuple[str, str]], record: dict[str, Any]) -> Iterator
 def _parsed(line: str) -> tuple[dict[str, Any], str]:
     """The record on a line, or what is wrong with the line."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:  # the latter: nested a thousand deep
         return {}, f"not JSON: {error}"
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from compress.errors import UserError
+from compress.given import once
 from compress.model_path import home
 
 UNIFORM = re.compile(r"(\d+)x(\d+)")
@@ -87,7 +88,7 @@ def _lines(source: str) -> list[tuple[str, Any]]:
     for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         try:
             if text := line.decode("utf-8").strip():
-                found.append((f"{source}:{number}", json.loads(text, object_pairs_hook=_once)))
+                found.append((f"{source}:{number}", json.loads(text, object_pairs_hook=once)))
         except UnicodeDecodeError as error:
             raise UserError(f"{source}:{number}: not UTF-8 ({error})") from error
         except ValueError as error:
@@ -97,14 +98,6 @@ def _lines(source: str) -> list[tuple[str, Any]]:
     if not found:
         raise UserError(f"requests={source}: empty; wanted a request a line")
     return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f'"{next(n for n in names if names.count(n) > 1)}" is given twice')
-    return fields
 
 
 def _request(where: str, fields: Any) -> Request:

@@ -92,6 +92,11 @@ def shape_of(config: PretrainedConfig, name: str, blocks: int | None = None) -> 
     text = config.get_text_config()
     model = skeleton(config, torch.bfloat16)
     prefix, layers = find_blocks(model)
+    if not any(isinstance(module, torch.nn.Linear) for module in layers.modules()):
+        raise UserError(
+            f"{name}: the blocks of a {config.model_type} hold no nn.Linear, so nothing of them "
+            "can be quantized or planned; wanted another kind of model"
+        )
     tied = tied_names(model)
     hidden, intermediate, vocabulary = widths(config)
     return Shape(

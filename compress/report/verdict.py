@@ -149,6 +149,8 @@ def _gate(figures: Figures) -> Iterator[Finding]:
         return
     limits = [] if found["kl"] is None else [f"KL at most {found['kl']:g} nats a token"]
     limits += [f"{name} at most {most:g} points lower" for name, most in found["tasks"].items()]
+    if found["faults"] is not None:
+        limits.append(f"faults at most {found['faults']}")
     if found["token_ms"] is not None:
         took = milliseconds(figures["latency"]["after"]["tpot_ms"]["p50"])
         limits.append(f"{took} a token, at most {found['token_ms']:g} ms allowed")

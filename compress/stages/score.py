@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from compress.errors import ConfigError, UserError
 from compress.eval.fidelity import LEAST_WINDOW, windows
@@ -102,7 +102,7 @@ class Score:
             kv_cache=run.config.serve.kv_cache,
             trust_remote_code=trust,
             rope=_extended_rope(run),
-            same_blocks=dense == run.artifacts["dense"],
+            same_blocks=dense == run.artifacts["dense"] and self._alike(run, dense),
         )
         scores, outputs = judge.judge(dense, run.artifacts["checkpoint"], seed=seed)
         count, length = judge.windows.shape
@@ -139,6 +139,16 @@ class Score:
         if self.originals is None:
             return None
         return home(self.originals) / f"version{self.version}"
+
+    def _alike(self, run: Run, dense: Path) -> bool:
+        """Whether the checkpoint has as many blocks as the original; says so where it has not."""
+        trust = run.config.model.trust_remote_code
+        folders = (dense, run.artifacts["checkpoint"])
+        configs = (AutoConfig.from_pretrained(f, trust_remote_code=trust) for f in folders)
+        before, after = (config.get_text_config().num_hidden_layers for config in configs)
+        if before != after:
+            logger.info(f"  {after} blocks instead of {before}: they are not compared one by one")
+        return before == after
 
     def _windows(self, text: str, tokenizer: PreTrainedTokenizerBase, context: int) -> Tensor:
         length = min(self.window_tokens, context)

@@ -208,6 +208,25 @@ def test_a_head_that_is_quantized_is_named_with_its_scheme() -> None:
     assert "KL of 0.060 nats a token: it is stored in W4A16 g64" in fault["text"]
 
 
+def test_what_is_wrong_with_all_blocks_alike_is_named() -> None:
+    larger = Blocks([0.5, 0.52, 0.5], [1.5, 1.52, 1.48], 0.0)
+    (fault,) = faults(RIGHT, RIGHT, larger, SERVED)
+    assert fault["text"].startswith("The blocks add 1.50 times what they should (median), with")
+
+
+def test_a_checkpoint_of_fewer_blocks_is_judged(dense: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    model.model.layers = model.model.layers[:3]
+    model.config.num_hidden_layers = 3
+    model.save_pretrained(checkpoint)
+    AutoTokenizer.from_pretrained(dense).save_pretrained(checkpoint)
+    found = judged(dense, checkpoint, tmp_path)
+    assert found["blocks"] is None
+    assert found["faults"] == []
+    assert found["fidelity"]["kl"] > 0.01
+
+
 def test_errors_that_are_not_finite_are_faults() -> None:
     broken = Blocks([0.1, float("nan"), 0.1], [1.0, float("nan"), 1.0], 0.0)
     found = faults(RIGHT, RIGHT, broken, SERVED)

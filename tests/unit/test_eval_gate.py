@@ -12,7 +12,7 @@ from compress.stages.score import Score
 def scores(kl: float | None = 0.05, after: float = 50.0) -> dict[str, Any]:
     row = {"name": "knowledge", "metric": "accuracy", "before": 60.0, "after": after}
     second = {"name": "knowledge", "metric": "other", "before": 60.0, "after": 0.0}
-    return {"fidelity": {"kl": kl}, "tasks": [row, second]}
+    return {"fidelity": {"kl": kl}, "tasks": [row, second], "faults": []}
 
 
 def served(ms: float | None) -> dict[str, Any]:
@@ -62,6 +62,14 @@ def test_a_drop_is_told_from_its_limit(after: float, most: float, said: str) -> 
 def test_a_figure_that_is_not_finite_is_no_pass(kl: float | None) -> None:
     said = "KL that is not a finite number, at most 1 allowed"
     assert broken(Gate(kl=1.0), scores(kl=kl), None) == [said]
+
+
+def test_faults_break_a_gate_that_allows_none() -> None:
+    found = scores() | {"faults": [{"name": "EOS"}, {"name": "block"}]}
+    said = "2 faults (EOS, block), at most 1 allowed"
+    assert broken(Gate(faults=1), found, None) == [said]
+    assert broken(Gate(faults=2), found, None) == broken(Gate(), found, None) == []
+    assert Gate(faults=-1).problems([]) == ["score.gate.faults is -1; wanted 0 or more"]
 
 
 def test_a_kl_is_told_from_its_limit() -> None:

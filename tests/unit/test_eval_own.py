@@ -159,6 +159,7 @@ def test_a_text_longer_than_the_window_is_not_made(tmp_path: Path, stories260k: 
     [
         ("{'text': 1}", "not JSON: Expecting property name"),
         ("[" * 100_000, "not JSON: "),
+        ('{"text": "a", "text": "b"}', 'not JSON: "text" is given twice'),
         ([1], "list found; wanted a JSON object"),
         (
             r'{"text": "a\ud800", "references": "x"}',

@@ -181,6 +181,10 @@ def test_a_mistake_ends_with_one_line_and_status_2(
             "with num_hidden_layers, hidden_size and the like$",
         ),
         ({"model_type": "gpt2"}, "with n_layer, n_embd and the like$"),
+        (
+            {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 64},
+            "the blocks of a gpt2 hold no nn.Linear",
+        ),
         ({"model_type": "gpt2", "n_layer": 0}, "json: n_layer is 0; wanted 1 to 1,000$"),
         (SMALL | {"num_attention_heads": 0}, "not a config.json that transformers knows"),
         (SMALL | {"head_dim": 0}, "json: head_dim is 0; wanted 1 to 10,000$"),

@@ -286,6 +286,7 @@ def test_a_broken_gate_is_said_first(run: SimpleNamespace) -> None:
         "kl": 0.012,
         "tasks": {"knowledge": 12.0},
         "token_ms": None,
+        "faults": None,
         "broken": ["KL 0.0124 nats a token, at most 0.012 allowed"],
     }
     assert found["verdict"]["findings"][0]["tone"] == "bad"
@@ -316,7 +317,13 @@ def test_without_scores_the_time_of_a_token_alone_is_checked(tmp_path: Path) -> 
     run = fixture(tmp_path, "score")
     run.config.score.gate.token_ms = 200
     found = figures(run)
-    assert found["gate"] == {"kl": None, "tasks": {}, "token_ms": 200, "broken": []}
+    assert found["gate"] == {
+        "kl": None,
+        "tasks": {},
+        "token_ms": 200,
+        "faults": None,
+        "broken": [],
+    }
     first = found["verdict"]["findings"][0]
     assert (
         first["text"] == "12.3\u00a0ms a token, at most 200 ms allowed. No limit is set on quality."
