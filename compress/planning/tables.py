@@ -174,12 +174,13 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     yield f"with {memory}, of which {words.size(plan['overhead'])} are left to driver and engine."
     yield f"Times are predictions: {device['source']}."
     kinds = ", ".join(f"{kind}: {words.size(size)}" for kind, size in plan["kv_cache"].items())
-    yield f"KV cache a token, by serve.kv_cache: {kinds}"
+    if any(plan["kv_cache"].values()):
+        yield f"KV cache a token, by serve.kv_cache: {kinds}"
     for layers in plan["kv_sliding"]:
         yield (
-            f"beside it, {words.size(layers['bytes'])} a token in 16 bit for the last "
-            f"{words.count(layers['window'])} alone, by {words.several(layers['layers'], 'layer')} "
-            "with a sliding window"
+            f"KV cache of {words.several(layers['layers'], 'layer')} with a sliding window, always "
+            f"in 16 bit: {words.size(layers['bytes'])} for each of the last "
+            f"{words.count(layers['window'])} tokens"
         )
     yield ""
     yield f"What fits: requests of {longest} tokens ({which_longest(plan)}); TPOT by batch size"

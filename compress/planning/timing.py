@@ -31,11 +31,10 @@ class Clock:
         """Pairs of tokens that attend to each other, in all layers. On CPU those beyond a sliding
         window are computed, too, and masked.
         """
-        on_cpu, total = self.device.name == CPU, 0.0
-        for window in self.shape.windows:
-            seen = tokens if window is None or on_cpu else min(tokens, window)
-            total += seen * (tokens - seen / 2)
-        return total
+        bounded = [window for window in self.shape.windows if window is not None]
+        seen = [] if self.device.name == CPU else [min(tokens, window) for window in bounded]
+        whole = (self.shape.blocks - len(seen)) * tokens * tokens / 2
+        return whole + sum(width * (tokens - width / 2) for width in seen)
 
     def decode(self, batch: int, context: float) -> float:
         """Seconds of one step of `batch` requests whose caches hold `context` tokens together.
