@@ -1,123 +1,26 @@
 """Known faults of compressed checkpoints, each looked for by itself and named.
 
-Scores say that something is wrong; these say what. Of the files: the tokenizer, its chat template
-and beginning-of-sequence token, the tokens that end an answer, RoPE. Of the weights: a
-block or an output head that is further from the original than the others (see eval/layers.py).
+Scores say that something is wrong; these say what. Of the files (eval/fingerprint.py): the
+tokenizer, its chat template and beginning-of-sequence token, the tokens that end an answer, RoPE,
+the rest of the configuration. Of the weights (eval/layers.py): blocks or an output head that are
+further from the original than they should be.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
 from math import isfinite
-from pathlib import Path
 from statistics import median
-from typing import Any
-
-from transformers import (
-    AutoConfig,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
 
 from compress.algorithms.rope import method_of
+from compress.eval.fingerprint import Fingerprint
 from compress.eval.layers import Blocks
-from compress.runtime.configs import generation_config
-from compress.source import head_dim
-from compress.text.tokenizer import tokenizer_of
 
-PROBES = (
-    "The quick brown fox, it's 3.5% of 1,000!",
-    "  def f(x):\n\treturn x**2  # ok",
-    "早上好，世界。",
-    "Grüße aus Zürich — 🙂",
-)
-NAMED = ("bos_token", "eos_token")
-"""Special tokens that templates and engines ask a tokenizer for by these names."""
 FAR, OUTSTANDING, GAIN = 0.3, 3.0, 0.3
 """A block is named where its error is above FAR and above OUTSTANDING times both the median block's
 and its own in the original as it is served, and its scales where its gain is off 1 by more than
 GAIN."""
-ARITHMETIC = (
-    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "hidden_act"),
-    *("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "logits_scaling"),
-    *("final_logit_softcapping", "embedding_multiplier", "residual_multiplier"),
-    *("attention_multiplier", "attention_bias", "sliding_window", "layer_types"),
-)
-"""Fields of a configuration, of any kind of model, that change what its weights compute."""
 HEAD_KL = 0.005
 """Nats a token above the original's head as it is served. SmolLM2-135M's, rounded to nearest, has
 0.002 in INT8 and 0.17 in 4 bit by groups of 64; in bfloat16 0.0005."""
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """What of a folder decides how text becomes tokens, and tokens positions.
-
-    vocabulary: ids by token; empty where the tokenizer cannot be loaded. probes: the ids of PROBES,
-    without special tokens. rope: the `rope_parameters` of the configuration, without Nones. window:
-    its positions; 0 where the RoPE that a checkpoint should have is known whatever its window.
-    ends: ids of the tokens that end an answer. head_dim: channels of a head. arithmetic: what else
-    of the configuration the model computes by, of ARITHMETIC. named: those of NAMED that the
-    tokenizer knows.
-    """
-
-    vocabulary: Mapping[str, int]
-    probes: tuple[tuple[int, ...], ...]
-    adds_bos: bool
-    chat_template: str | None
-    rope: Mapping[str, Any]
-    window: int = 0
-    ends: frozenset[int] = frozenset()
-    head_dim: int = 0
-    arithmetic: Mapping[str, Any] = field(default_factory=dict)
-    named: tuple[str, ...] = ()
-
-
-def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> Fingerprint:
-    """The fingerprint of a model's folder."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
-    tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
-    of_files = Fingerprint(
-        vocabulary={},
-        probes=(),
-        adds_bos=False,
-        chat_template=None,
-        rope=_given(getattr(config, "rope_parameters", None) or {}),
-        window=getattr(text, "max_position_embeddings", 0),
-        ends=_ends(folder, config),
-        head_dim=head_dim(text),
-        arithmetic={name: getattr(text, name) for name in ARITHMETIC if hasattr(text, name)},
-    )
-    if tokenizer is None:
-        return of_files
-    return replace(
-        of_files,
-        vocabulary=tokenizer.get_vocab(),
-        probes=tuple(
-            tuple(tokenizer(probe, add_special_tokens=False).input_ids) for probe in PROBES
-        ),
-        named=tuple(name for name in NAMED if getattr(tokenizer, name) is not None),
-        adds_bos=_opens(tokenizer),
-        chat_template=tokenizer.chat_template,
-    )
-
-
-def _opens(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether it opens a text with a token of its own, which it may have no name for."""
-    return len(tokenizer("a").input_ids) > len(tokenizer("a", add_special_tokens=False).input_ids)
-
-
-def _ends(folder: Path, config: PretrainedConfig) -> frozenset[int]:
-    """Ids of the tokens that end an answer, where engines look for them: generation_config.json,
-    or config.json where there is none.
-    """
-    ids = (generation_config(folder) or GenerationConfig.from_model_config(config)).eos_token_id
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
-
-
-def _given(rope: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in rope.items() if value is not None}
 
 
 def faults(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress import source
 from compress.artifact import write_json
-from compress.eval import diagnosis, fidelity, layers, sheet, statistics
+from compress.eval import diagnosis, fidelity, fingerprint, layers, sheet, statistics
 from compress.eval.answers import Answer, ask, compare, fitting
 from compress.eval.fidelity import Disagreement, Fidelity, Reference
 from compress.eval.items import Item, items, records
@@ -120,7 +120,7 @@ class Judge:
             Blocks(**found["blocks"]) if self.same_blocks else None for found in (after, before)
         )
         trust = self.trust_remote_code
-        prints = [diagnosis.fingerprint(f, trust_remote_code=trust) for f in (dense, checkpoint)]
+        prints = [fingerprint.fingerprint(f, trust_remote_code=trust) for f in (dense, checkpoint)]
         scores = {
             "fidelity": {
                 **_fidelity(close, floor, seed),
@@ -133,7 +133,7 @@ class Judge:
         }
         return scores, outputs
 
-    def _as_it_should_be(self, original: diagnosis.Fingerprint) -> diagnosis.Fingerprint:
+    def _as_it_should_be(self, original: fingerprint.Fingerprint) -> fingerprint.Fingerprint:
         return original if self.rope is None else replace(original, rope=self.rope, window=0)
 
     def _told(self, place: Disagreement) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from compress.algorithms.rope import scaled
 from compress.algorithms.rtn import rtn
-from compress.eval.diagnosis import Fingerprint, faults
+from compress.eval.diagnosis import faults
+from compress.eval.fingerprint import Fingerprint
 from compress.eval.layers import Blocks
 from compress.model_path import Model
 from compress.qtensor import QuantSpec, dequantize
