@@ -349,7 +349,13 @@ def test_a_token_that_takes_too_long_ends_with_status_3(
     took = float(said.split(" ms a token, at most 0.001 allowed")[0])
     assert took == pytest.approx(median, abs=0.05)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["gate"] == {"kl": 0.2, "tasks": {}, "token_ms": 0.001, "broken": [said]}
+    assert report["gate"] == {
+        "kl": 0.2,
+        "tasks": {},
+        "token_ms": 0.001,
+        "faults": None,
+        "broken": [said],
+    }
     assert report["verdict"]["findings"][0]["text"] == f"{said}."
     assert all(said in (tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
 

@@ -44,7 +44,13 @@ def test_report_holds_what_it_promises(finished: Path) -> None:
     assert report["fidelity"]["ppl"]["before"] > 1
     assert {t["name"] for t in report["tasks"]} == {"knowledge"}
     assert report["faults"] == []
-    assert report["gate"] == {"kl": 0.2, "tasks": {}, "token_ms": None, "broken": []}
+    assert report["gate"] == {
+        "kl": 0.2,
+        "tasks": {},
+        "token_ms": None,
+        "faults": None,
+        "broken": [],
+    }
     for side in ("before", "after"):
         assert (
             report["latency"][side]["ttft_ms"]["p95"] >= report["latency"][side]["ttft_ms"]["p50"]
