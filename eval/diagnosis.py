@@ -173,7 +173,7 @@ def _blocks(blocks: Blocks, served: Blocks) -> Iterator[str]:
             yield f"What block {i} gives are not finite numbers: its weights or scales are broken."
         elif not error <= max(FAR, OUTSTANDING * usual, OUTSTANDING * floor):
             why = (
-                f"it adds {abs(gain):.2f} times what it should, so scales are wrong"
+                f"it adds {abs(gain):.2f} times what it should, so its scales or norms are wrong"
                 if abs(gain - 1) > GAIN
                 else "its weights are wrong"
             )

@@ -90,7 +90,8 @@ def _lost(gate: Gate, scores: Mapping[str, Any]) -> list[str]:
         found.append(f"KL {_nats(kl, gate.kl)}, at most {gate.kl:g} allowed")
     faults = [fault["name"] for fault in scores["faults"]]
     if gate.faults is not None and len(faults) > gate.faults:
-        found.append(f"{len(faults)} faults ({', '.join(faults)}), at most {gate.faults} allowed")
+        how_many = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
+        found.append(f"{how_many} ({', '.join(faults)}), at most {gate.faults} allowed")
     first: dict[str, Mapping[str, Any]] = {}
     for row in scores["tasks"]:
         first.setdefault(row["name"], row)

@@ -259,7 +259,8 @@ class _Slots:
                 f"{folder}: {name} has shape {tuple(shape)}; wanted {tuple(target.shape)}"
             )
         if dtype.is_floating_point != target.is_floating_point():
-            raise UserError(f"{folder}: {name} is {dtype}; wanted {target.dtype}")
+            lost = "" if self._quantized else ", or the quantization_config that config.json lacks"
+            raise UserError(f"{folder}: {name} is {dtype}; wanted {target.dtype}{lost}")
         return target
 
 

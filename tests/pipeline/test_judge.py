@@ -80,7 +80,7 @@ def test_what_is_broken_in_it_is_found_and_its_gate_ends_the_run(
     report = json.loads((tmp_path / "run/report.json").read_text())
     (fault,) = report["faults"]
     assert fault["text"].startswith("Block 1 is off by")
-    assert fault["text"].endswith("so scales are wrong.")
+    assert fault["text"].endswith("so its scales or norms are wrong.")
     # Another checkpoint in the same run's folder is scored anew.
     assert pipeline.run(judge(peer, "stages=[score,report]", "score.gate.kl=0.2"))
     assert json.loads((tmp_path / "run/report.json").read_text())["faults"] == []
