@@ -6,7 +6,6 @@ compared is the output of the whole block, so that attention and MLP make up for
 together, and its inputs are those that passed the blocks quantized before it, so that it makes
 up for theirs as well. Unlike there, every window has a vote of its own: a step is the mean of the
 signs of its windows' gradients, not the sign of their sum, which the largest of them would decide.
-And errors of the output count by what they do to the model's predictions, where a metric says it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -106,13 +105,12 @@ def learn(
     *,
     count: int,
     rate: float,
-    metric: Tensor | None = None,
 ) -> None:
     """Learn the rounding of `linears`, which stand in their places in `block`.
 
     steps: the windows of one step after the other, each with a vote; `count` of them are taken.
     rate: by which an offset moves in the first step at most, falling to 0 in the last. Matrix
-    products are in bfloat16, the rest in float32. metric: as for `relative_error`.
+    products are in bfloat16, the rest in float32.
     """
     device = next(iter(linears.values())).weight.device.type
     for step in range(count):
@@ -122,7 +120,7 @@ def learn(
             with torch.enable_grad():
                 with torch.autocast(device, torch.bfloat16):
                     outputs = block(window.inputs, **window.call)
-                error = relative_error(outputs, window, metric)
+                error = relative_error(outputs, window)
                 wanted = [linear.rounded for linear in linears.values()]
                 gradients = torch.autograd.grad(error, wanted)
             for linear, gradient in zip(linears.values(), gradients, strict=True):
@@ -133,11 +131,8 @@ def learn(
         linear.begin()
 
 
-def relative_error(outputs: Tensor, window: Window, metric: Tensor | None = None) -> Tensor:
-    """|Y' - Y|^2 / |Y|^2 over the tokens that count; with a metric M [H, H], symmetric, the former
-    is d^T M d of the error d of each.
-    """
+def relative_error(outputs: Tensor, window: Window) -> Tensor:
+    """|Y - Y'|^2 / |Y|^2 over the tokens that count."""
     counts = window.tokens.unsqueeze(-1)
     difference = (outputs.float() - window.targets) * counts
-    weighed = difference if metric is None else difference @ metric
-    return (weighed * difference).sum() / (window.targets * counts).square().sum()
+    return difference.square().sum() / (window.targets * counts).square().sum()

@@ -35,7 +35,6 @@ class BlockWork:
 
     specs: how each linear of the model that is quantized is, by its full name. dtype: of what is
     stored beside integers. smooth, clip, rounding, steps, rate: as in `stages.quantize.Quantize`.
-    metric: of the errors of what the block gives, as for `learned.relative_error`.
     """
 
     model: BlockModel
@@ -49,7 +48,6 @@ class BlockWork:
     rounding: str
     steps: int
     rate: float
-    metric: Tensor | None = None
 
     def run(
         self, statistics: Mapping[str, Tensor], streams: CalibrationStreams | None
@@ -165,20 +163,13 @@ class BlockWork:
 
         def error() -> float:
             return sum(
-                float(relative_error(block(same.inputs, **same.call), same, self.metric))
+                float(relative_error(block(same.inputs, **same.call), same))
                 for same in streams.first(self.index)
             )
 
         with self.clock.part("learning"), swapped(block, linears):
             before = error()
-            learn(
-                block,
-                linears,
-                windows,
-                count=self.steps,
-                rate=self.rate,
-                metric=self.metric,
-            )
+            learn(block, linears, windows, count=self.steps, rate=self.rate)
             after = error()
         if after < before:
             return {name: linear.qtensor() for name, linear in linears.items()}

@@ -29,10 +29,10 @@ from compress.algorithms.gptq import Factor, gptq
 from compress.algorithms.rtn import rtn
 from compress.artifact import write_json
 from compress.blocks.collector import load_block_statistics
-from compress.blocks.gradients import Gradients, Passage, blocks
 from compress.blocks.hessians import Hessians, factored
 from compress.blocks.hidden import FLOAT32, HiddenStates
 from compress.blocks.structure import feeds
+from compress.budget.gradients import Gradients, Passage, blocks
 from compress.clock import Clock
 from compress.model import BlockModel
 from compress.qtensor import QuantSpec
@@ -91,7 +91,7 @@ class Sensitivity:
         """
         states = HiddenStates(self.work)
         passage = Passage(self.model, states, self.windows, self.batch)
-        gradients = Gradients(passage, self.seed, "allocate")
+        gradients = Gradients(passage, self.seed)
         with self.clock.part("gradients"):
             gradients.make()
         calibration = None
@@ -101,7 +101,7 @@ class Sensitivity:
             calibration = Passage(self.model, states, self.calibration, self.batch)
             calibration.begin(CALIBRATION)
             first = min(first, states.done(CALIBRATION))
-        for index in blocks(range(first, len(self.model)), "allocate, formats", len(self.model)):
+        for index in blocks(range(first, len(self.model)), "formats", len(self.model)):
             with self.model.block(index) as block:
                 write_json(files[index], self._costs(block, index, gradients, calibration))
             if calibration is not None:

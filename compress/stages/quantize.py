@@ -14,7 +14,6 @@ from compress.algorithms.blockwise import LayerReport
 from compress.algorithms.gptq import DAMPING
 from compress.artifact import write_json
 from compress.blocks.collector import load_block_statistics
-from compress.blocks.metrics import Metrics
 from compress.blocks.streams import CalibrationStreams
 from compress.blocks.structure import knows
 from compress.blocks.work import BlockWork
@@ -47,8 +46,6 @@ class Quantize:
     rounding: nearest; gptq (a column at a time, the rest makes up for it); or learned (block by
     block, over `steps` steps of `batch` windows, those of `calibrate.written` among them; `rate`:
     by how much of a weight's step its rounding moves in the first).
-    fisher: windows of the text by whose gradients learned rounding weighs the errors of a block
-    (blocks/metrics.py); 0: all alike.
     """
 
     name: ClassVar[str] = "quantize"
@@ -67,7 +64,6 @@ class Quantize:
     steps: int = 150
     batch: int = 8
     rate: float = 0.015
-    fisher: int = 0
 
     def __post_init__(self) -> None:
         problems = []
@@ -94,8 +90,6 @@ class Quantize:
             for name, value in (("steps", self.steps), ("batch", self.batch))
             if value < 1
         ]
-        if self.fisher < 0:
-            problems.append(f"quantize.fisher is {self.fisher}; wanted 0 or more")
         if not 0 < self.rate <= 1:
             problems.append(f"quantize.rate is {self.rate}; wanted above 0 and at most 1")
         if problems:
@@ -179,10 +173,6 @@ class Quantize:
         first = next((i for i, layers in enumerate(done) if layers is None), len(model))
         if streams is not None:
             first = min(first, streams.done)
-        metrics = Metrics(run.work / "metrics")
-        if self.rounding == "learned" and self.fisher and first < len(model):
-            with clock.part("gradients"):
-                metrics.make(model, statistics / WINDOWS, self.fisher, self.batch, run.config.seed)
         blocks = range(first, len(model))
         for index in progress(blocks, "quantize", "block", total=len(model), done=first):
             work = BlockWork(
@@ -197,7 +187,6 @@ class Quantize:
                 rounding=self.rounding,
                 steps=self.steps,
                 rate=self.rate,
-                metric=metrics.of(index, model.device),
             )
             with clock.part("reading"):
                 found = load_block_statistics(statistics, index)

@@ -14,7 +14,7 @@ from test_run import files
 from transformers import AutoModelForCausalLM
 
 from compress import pipeline
-from compress.blocks import gradients
+from compress.budget import gradients
 from compress.config import Config
 from compress.errors import ConfigError, UserError
 from compress.report.words import size

@@ -130,8 +130,7 @@ def test_killed_at_every_block_one_after_the_other(
     small: Small, tmp_path: Path, rounding: str, killed: Callable[[Config], None], times: int
 ) -> None:
     settings = ("stages=[plan,calibrate,quantize]", f"quantize.rounding={rounding}")
-    settings = (*settings, "quantize.steps=3", "quantize.batch=4", "quantize.fisher=2")
-    settings = (*settings, "calibrate.written=2")
+    settings = (*settings, "quantize.steps=3", "quantize.batch=4", "calibrate.written=2")
     text = tmp_path / "text.txt"  # sooner read than Python's documentation
     text.write_text("".join(f"The number {number} follows. " for number in range(2000)))
     settings = (*settings, f"data.path={text}")

@@ -91,30 +91,6 @@ def test_the_output_moves_less_than_by_plain_rounding() -> None:
         assert moved.abs().max() > 0
 
 
-@torch.no_grad()
-def test_what_the_metric_weighs_moves_less() -> None:
-    metric = torch.diag(torch.tensor([1.0] * 8 + [0.0] * 56))
-    unseen, errors = next(windows(Block(), seed=5)), []
-    for weighed in (None, metric):
-        original, block = Block(), Block().requires_grad_(False)
-        linears = {n: rounding(getattr(block, n), W4G32, torch.bfloat16) for n in ("up", "down")}
-        for name, linear in linears.items():
-            setattr(block, name, linear)
-        steps = in_steps(windows(original, seed=0), 2)
-        learn(block, linears, steps, count=60, rate=1 / 60, metric=weighed)
-        errors.append(float(relative_error(block(unseen.inputs, gain=8.0), unseen, metric)))
-    assert errors[1] < 0.9 * errors[0]
-
-
-def test_the_error_in_a_metric_by_hand() -> None:
-    targets, outputs = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]]), torch.ones(1, 2, 2)
-    window = Window(targets, targets, torch.ones(1, 2), {})
-    metric = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
-    # Off by (0, 1) and (1, -1): 3, and 2 - 2 + 3 of the norm 5.
-    assert float(relative_error(outputs, window, metric)) == pytest.approx(6 / 5)
-    assert float(relative_error(outputs, window)) == pytest.approx(3 / 5)
-
-
 @pytest.mark.parametrize("spec", [W4G32, QuantSpec(4)], ids=lambda s: s.scheme)
 def test_votes_are_the_signs_of_the_gradients(spec: QuantSpec) -> None:
     linear = rounding(Block().down, spec, torch.float32)

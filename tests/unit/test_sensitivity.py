@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from compress.algorithms.blockwise import clip_of
 from compress.algorithms.gptq import DAMPING, Factor, factor, gptq
 from compress.algorithms.rtn import rtn
-from compress.blocks import gradients, hessians
+from compress.blocks import hessians
 from compress.blocks.collector import Collector, load_block_statistics, picked_rows
-from compress.budget import sensitivity
+from compress.budget import gradients, sensitivity
 from compress.budget.sensitivity import Sensitivity, Variant
 from compress.clock import Clock
 from compress.errors import UserError

@@ -49,20 +49,15 @@ class Passage:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients on the windows of `passage`. seed: of the tokens drawn. stage: that shows a bar."""
+    """Gradients on the windows of `passage`. seed: of the tokens drawn."""
 
     passage: Passage
     seed: int
-    stage: str
 
     def make(self) -> None:
         """Keep what goes into each block, and the gradients there, but for the first block."""
         self._forward()
         self._backward()
-
-    def given(self, index: int) -> Iterator[Tensor]:
-        """The gradients of what the block gives, a window [1, T, H] at a time."""
-        return (found for _, found in self.passage.states.batches(_gradients(index + 1), 1))
 
     def through(self, block: nn.Module, index: int) -> Iterator[Tensor]:
         """Pass the block there and back, a batch at a time; gives the gradients of what goes in."""
@@ -79,7 +74,7 @@ class Gradients:
         model, states = self.passage.model, self.passage.states
         self.passage.begin(_inputs(0))
         done = sum(_inputs(index + 1) in states for index in range(len(model)))
-        for index in blocks(range(done, len(model)), f"{self.stage}, forward", len(model)):
+        for index in blocks(range(done, len(model)), "forward", len(model)):
             with model.block(index) as block:
                 batches = self.passage.batches(_inputs(index), index)
                 given = (block(hidden, **call) for _, hidden, call in batches)
@@ -92,8 +87,7 @@ class Gradients:
             drawn = (self._drawn(rows, hidden) for rows, hidden in last)
             states.create(_gradients(len(model)), drawn)
         done = sum(_gradients(index) in states for index in range(1, len(model)))
-        waiting = range(len(model) - 1 - done, 0, -1)
-        for index in blocks(waiting, f"{self.stage}, backward", len(model)):
+        for index in blocks(range(len(model) - 1 - done, 0, -1), "backward", len(model)):
             with model.block(index) as block:
                 states.create(_gradients(index), self.through(block, index))
 
@@ -120,7 +114,7 @@ class Gradients:
 
 def blocks(numbers: range, what: str, total: int) -> Iterator[int]:
     """The numbers of blocks still to be passed, with a bar on the console."""
-    return progress(numbers, what, "block", total=total, done=total - len(numbers))
+    return progress(numbers, f"allocate, {what}", "block", total=total, done=total - len(numbers))
 
 
 def _inputs(index: int) -> str:
