@@ -35,7 +35,7 @@ ARITHMETIC = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What of a folder decides how text becomes tokens, and tokens positions.
+    """How text becomes tokens, tokens positions, and what weights compute, by a folder's files.
 
     vocabulary: ids by token; empty where the tokenizer cannot be loaded. probes: the ids of PROBES,
     without special tokens. rope: the `rope_parameters` of the configuration, without Nones. window:
