@@ -14,7 +14,7 @@ from compress.errors import UserError
 from compress.model import find_blocks, skeleton, storage_dtype, tied_names
 from compress.model_path import home
 from compress.runtime.cache import KV_CACHES, bytes_per_token
-from compress.source import UNREADABLE, read_config, reason_of, refuse_sizes
+from compress.source import UNREADABLE, head_dim, read_config, reason_of, refuse_sizes
 from compress.support import refuse_unsupported
 from compress.training.scaling import window_of
 
@@ -115,7 +115,7 @@ def shape_of(config: PretrainedConfig, name: str, blocks: int | None = None) -> 
         vocabulary=vocabulary,
         query_heads=text.num_attention_heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_size=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        head_size=head_dim(text),
         windows=tuple(
             layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
             for layer in DynamicCache(config=config).layers

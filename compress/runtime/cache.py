@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from compress.errors import UserError
 from compress.runtime.stored import SCALE_DTYPE, Growing, Int8
+from compress.source import head_dim
 
 KV_CACHES = ("16", "v8", "kv8")
 """K and V in 16 bit; V in 8 bit; K and V in 8 bit."""
@@ -101,7 +102,7 @@ def bytes_per_token(kind: str, config: PretrainedConfig) -> int:
     """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = head_dim(text)
     layers = sum(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
     rows = heads * layers  # of K, and of V, that a token has in 8 bit
     saved = {

@@ -23,7 +23,7 @@ from compress.report import words
 from compress.report.words import said_size
 from compress.runtime.cache import KV_CACHES, bytes_per_token, make_cache
 from compress.sizes import shape_bytes, stored_bytes, tensor_bytes, tensor_elements
-from compress.source import read_config
+from compress.source import head_dim, read_config
 from compress.stage import Run
 from compress.tensors import TensorFiles
 from compress.training.scaling import window_of
@@ -230,7 +230,7 @@ def _student(
 ) -> Student:
     text = config.get_text_config()
     hidden, intermediate, vocabulary = widths(config)
-    head = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+    head = head_dim(text)
     return Student(
         tensors=sizes,
         linears=shapes,
