@@ -8,7 +8,8 @@ which is that of `engine=vllm`: q, k, v and the output head. Ours is `python -m 
 calibrate, quantize and export: no distillation. All checkpoints are read back from disk by our
 runtime and judged on text and tasks that nothing was tuned on. What is done is kept in
 runs/fidelity and not done again; after a kill, the contender that was in progress starts over. The
-results go to benchmarks/results/fidelity-SCHEME.json and, as tables, to docs/fidelity.md.
+results go to benchmarks/results/fidelity-SCHEME.json, of a --train of the user's to
+fidelity-SCHEME-on-TEXT.json, and, as tables, to docs/fidelity.md.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from compress.sizes import tensor_elements
 from compress.tensors import TensorFiles
 
 RESULTS = HERE / "results"
+TRAIN = "wikitext2_train.txt"
 TEST_WINDOWS, TEST_LENGTH = 8, 1024
 # What the judge says, in two parts, and what each depends on.
 PARTS = {
@@ -116,7 +118,11 @@ def report(
         "scheme": setting.spec.scheme,
         "quantized": len(setting.chosen.quantize),
         "left_alone": sorted({name.rpartition(".")[2] for name in setting.chosen.ignore}),
-        "calibration": {"windows": setting.ids.shape[0], "tokens": setting.ids.shape[1]},
+        "calibration": {
+            "text": setting.train.name,
+            "windows": setting.ids.shape[0],
+            "tokens": setting.ids.shape[1],
+        },
         "judge": {
             "windows": len(request["windows"]),
             "tokens": len(request["windows"][0]),
@@ -135,7 +141,7 @@ def run(options: argparse.Namespace) -> None:
     """Make what is missing, judge it, write the results."""
     model, data = options.model.absolute(), options.data.absolute()
     original = options.work / model.name
-    settings = [prepare(s, model, data / "wikitext2_train.txt", original) for s in options.schemes]
+    settings = [prepare(scheme, model, options.train, original) for scheme in options.schemes]
     request = request_for(model, data, options)
     contenders = [with_fields(contender, options.set) for contender in CONTENDERS]
     for setting in settings:
@@ -145,10 +151,16 @@ def run(options: argparse.Namespace) -> None:
             make(contender, setting)
         folders = [folder_of(contender, setting) for contender in wanted]
         judge([folder for folder in folders if not failed(folder)], request, original)
-        file = RESULTS / f"fidelity-{setting.folder.name}.json"
+        file = RESULTS / f"{result_name(setting)}.json"
         write_json(file, report(setting, fit, request, original))
         print(file)
     print(write_tables(RESULTS, ROOT / "docs/fidelity.md"))
+
+
+def result_name(setting: Setting) -> str:
+    """Of the file of results, without its ending."""
+    text = "" if setting.train.name == TRAIN else f"-on-{setting.train.stem}"
+    return f"fidelity-{setting.folder.name}{text}"
 
 
 def failed(folder: Path) -> bool:
@@ -178,6 +190,7 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts and tasks")
+    parser.add_argument("--train", type=Path, help=f"to calibrate on; default: DATA/{TRAIN}")
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
     parser.add_argument("--only", nargs="+", default=names, choices=names, help="just these")
     parser.add_argument("--items", type=int, default=200, help="of each task; 0: no tasks")
@@ -187,7 +200,8 @@ def main() -> int:
     )
     parser.add_argument("--work", type=Path, default=ROOT / "runs/fidelity")
     options = parser.parse_args()
-    for path in (options.model / "config.json", options.data / "wikitext2_train.txt"):
+    options.train = options.train or options.data / TRAIN
+    for path in (options.model / "config.json", options.train):
         if not path.exists():
             parser.error(f"{path}: no such file")
     run(options)

@@ -88,12 +88,14 @@ CONTENDERS = (
 class Setting:
     """What all contenders share for one scheme. chosen: which linears are quantized, by what spec.
 
-    ids [n, T]: calibration tokens. text: a file that holds just these; heldout: one of other text
-    of the same kind, for our pipeline's own measurements. folder: where checkpoints are kept.
+    ids [n, T]: calibration tokens, the first of `train`. text: a file that holds just these;
+    heldout: one of other text of the same kind, for our pipeline's own measurements. folder: where
+    checkpoints are kept.
     """
 
     chosen: Preflight
     model: Path
+    train: Path
     ids: Tensor
     text: Path
     heldout: Path
@@ -112,11 +114,11 @@ def prepare(scheme: str, model: Path, train: Path, work: Path) -> Setting:
     chosen = engines.choose(linear_shapes(config), SCHEMES[scheme], "vllm", heads=heads)
     whole = train.read_text(encoding="utf-8")
     ids = fidelity.windows(whole, tokenizer, SAMPLES, LENGTH)
-    text, heldout = work / "calibration.txt", work / "heldout.txt"
+    text, heldout = (work / f"{part}-{train.stem}.txt" for part in ("calibration", "heldout"))
     work.mkdir(parents=True, exist_ok=True)
     write_text(text, calibration_text(tokenizer, whole, ids))
     write_text(heldout, whole[-len(whole) // 10 :])
-    setting = Setting(chosen, model, ids, text, heldout, work / scheme)
+    setting = Setting(chosen, model, train, ids, text, heldout, work / scheme)
     if not drawn(setting, tokenizer).equal(ids):
         raise SystemExit(f"{text}: our pipeline would not draw the peers' calibration tokens")
     return setting

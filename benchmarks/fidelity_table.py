@@ -5,6 +5,7 @@
 
 import json
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +79,22 @@ def is_ours(name: str) -> bool:
     return name.split("-")[0] == OURS
 
 
-def table(report: Result) -> str:
-    """One scheme: a line a contender, and what the comparison comes to."""
+def table(report: Result, first: Result) -> str:
+    """One scheme on one text: a line a contender, and what the comparison comes to.
+
+    What `conditions` says of `first` is said again only where it differs.
+    """
     original, judge = report["original"], report["judge"]
+    text = ", calibrated on " + text_of(report) if text_of(report) != text_of(first) else ""
+    machine = "" if machine_of(report) == machine_of(first) else f" {machine_of(report)}."
     tasks = "no tasks asked"
     if judge["items"]:
         tasks = f"{judge['items']} items of each task at most, in {judge['task_dtype']}"
     names = " | ".join(TASKS.values())
     lines = [
-        f"### {report['scheme']}",
+        f"### {report['scheme']}{text}",
         "",
-        f"{report['quantized']} linears quantized; {tasks}.",
+        f"{report['quantized']} linears quantized; {tasks}.{machine}",
         "",
         "| | KL | top-1 | perplexity | "
         f"{names} | average | beside the original | MB | bits | s | peak GB |",
@@ -136,13 +142,13 @@ def tables(reports: list[Result]) -> str:
     """All schemes, below a line that says on what, with what and where they were measured."""
     if not reports:
         return "Nothing is measured yet."
-    return "\n\n".join([conditions(reports), *(table(report) for report in reports)])
+    return "\n\n".join([conditions(reports), *(table(report, reports[0]) for report in reports)])
 
 
 def conditions(reports: list[Result]) -> str:
     """Model, tokens, machine and versions."""
     first = reports[0]
-    judge, calibration, hardware = first["judge"], first["calibration"], first["hardware"]
+    judge, calibration = first["judge"], first["calibration"]
     versions = {
         name: version
         for report in reports
@@ -154,16 +160,28 @@ def conditions(reports: list[Result]) -> str:
     return (
         f"{first['model']}, {first['parameters'] / 1e6:.0f}M parameters; left in 16 bit: "
         f"{', '.join(first['left_alone'])}. Calibration: {calibration['windows']} windows of "
-        f"{calibration['tokens']} tokens. Judge: {judge['windows']} windows of {judge['tokens']} "
-        f"tokens in float32. {hardware['cpu']}, {hardware['cores']} cores, "
-        f"{hardware['memory_bytes'] / 1e9:.0f} GB; peers: {peers}; ours and the judge: torch "
-        f"{ours['torch']}, transformers {ours['transformers']}."
+        f"{calibration['tokens']} tokens of {text_of(first)}. Judge: {judge['windows']} windows of "
+        f"{judge['tokens']} tokens in float32. {machine_of(first)}; peers: {peers}; ours and the "
+        f"judge: torch {ours['torch']}, transformers {ours['transformers']}."
     )
+
+
+def text_of(report: Result) -> str:
+    """The name of the text that all were calibrated on."""
+    return f"`{report['calibration']['text']}`"
+
+
+def machine_of(report: Result) -> str:
+    """Processor, cores and memory, in words."""
+    hardware = report["hardware"]
+    memory = f"{hardware['memory_bytes'] / 1e9:.0f} GB"
+    return f"{hardware['cpu']}, {hardware['cores']} cores, {memory}"
 
 
 def write_tables(results: Path, page: Path) -> str:
     """Put the tables of the results that there are into the page; returns them."""
-    files = [results / f"fidelity-{scheme}.json" for scheme in SCHEMES]
+    on_others = [sorted(results.glob(f"fidelity-{scheme}-on-*.json")) for scheme in SCHEMES]
+    files = [*(results / f"fidelity-{scheme}.json" for scheme in SCHEMES), *chain(*on_others)]
     text = tables([json.loads(file.read_text()) for file in files if file.exists()])
     write_between(page, "tables", text)
     return text

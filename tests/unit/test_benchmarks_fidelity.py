@@ -19,7 +19,9 @@ from compress.quantization_config import quantization_config
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts that stand beside each other, no package
-make, table, worker = map(import_module, ("fidelity_make", "fidelity_table", "worker_judge"))
+bench, make, table, worker = map(
+    import_module, ("fidelity", "fidelity_make", "fidelity_table", "worker_judge")
+)
 
 
 def byte_tokenizer(*, bos: bool) -> PreTrainedTokenizerFast:
@@ -43,6 +45,7 @@ def test_our_pipeline_draws_just_the_tokens_that_the_peers_get(tmp_path, bos):
     setting = make.Setting(
         chosen=Preflight(["a"], ["b"], QuantSpec(4), []),
         model=tmp_path,
+        train=tmp_path / "train.txt",
         ids=ids,
         text=tmp_path / "calibration.txt",
         heldout=tmp_path / "heldout.txt",
@@ -154,7 +157,7 @@ def report() -> dict:
         "scheme": "W4A16",
         "quantized": 7,
         "left_alone": ["lm_head", "q_proj"],
-        "calibration": {"windows": 48, "tokens": 512},
+        "calibration": {"text": "a.txt", "windows": 48, "tokens": 512},
         "judge": {"windows": 8, "tokens": 1024, "items": 4, "task_dtype": "float32"},
         "hardware": hardware,
         "versions": {"torch": "9", "transformers": "8"},
@@ -178,7 +181,7 @@ def test_the_average_counts_every_task_alike():
 
 
 def test_a_table_holds_what_was_measured_and_ours_beside_the_best_peer():
-    text = table.table(report())
+    text = table.table(report(), report())
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
     assert "7 linears quantized; 4 items of each task at most, in float32." in text
     scores = " | ".join(["50.0"] * 5)
@@ -188,6 +191,38 @@ def test_a_table_holds_what_was_measured_and_ours_beside_the_best_peer():
     assert len({line.count("|") for line in lines.values()}) == 1
     assert "Of the KL of the best peer here (GPTQ): our rounding 0.50, ours 0.75; average" in text
     assert "over the tasks, our rounding less that peer: +25.0 [" in text
+
+
+def test_a_table_says_where_text_or_machine_are_not_those_of_the_first():
+    lines = table.table(report(), report()).splitlines()
+    other = report()
+    other["calibration"]["text"] = "b.txt"
+    other["hardware"]["cores"] = 4
+    assert lines[0] == "### W4A16"
+    assert lines[2] == "7 linears quantized; 4 items of each task at most, in float32."
+    lines = table.table(other, report()).splitlines()
+    assert lines[0] == "### W4A16, calibrated on `b.txt`"
+    assert lines[2].endswith("in float32. A CPU, 4 cores, 8 GB.")
+
+
+def test_results_on_another_text_stand_beside_the_first_and_do_not_replace_them(tmp_path):
+    names = {}
+    for train in ("wikitext2_train.txt", "other.txt"):
+        chosen = Preflight([], [], QuantSpec(4), [])
+        setting = make.Setting(chosen, tmp_path, Path(train), None, None, None, tmp_path / "w4a16")
+        names[train] = bench.result_name(setting)
+    assert list(names.values()) == ["fidelity-w4a16", "fidelity-w4a16-on-other"]
+    for name, text in zip(names.values(), names, strict=True):
+        found = report()
+        found["calibration"]["text"] = text
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- tables: begin -->\n<!-- tables: end -->\n")
+    table.write_tables(tmp_path, page)
+    assert [line for line in page.read_text().splitlines() if line.startswith("###")] == [
+        "### W4A16",
+        "### W4A16, calibrated on `other.txt`",
+    ]
 
 
 def test_tables_replace_those_that_were_there(tmp_path):
