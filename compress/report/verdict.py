@@ -78,6 +78,9 @@ def _headline(figures: Figures) -> str:
         facts.append(f"KL {significant(figures['fidelity']['kl'], 2)}")
     if figures["tasks"]:
         facts += _tasks_fact(figures["tasks"], broken)
+    silent = [task for task in figures["unasked"] if not task["fit"]]
+    if silent:
+        facts.append(f"{several(len(silent), 'task')} not asked")
     if figures["faults"]:
         facts.append(f"{several(len(figures['faults']), 'fault')} found")
     if figures["gate"] and figures["gate"]["broken"]:

@@ -97,6 +97,7 @@ def test_tasks_that_do_not_fit_the_window_are_told_with_the_tasks(
     assert found["unasked"] == UNASKED
     (told,) = [f["text"] for f in found["verdict"]["findings"] if f["about"] == "Not asked"]
     assert told == NONE_FITS
+    assert ", 1 task not asked" in found["verdict"]["headline"]
     markup = page(found)
     assert Tags(markup).open == []
     shown = markup[markup.index('<section id="tasks">') : markup.index('<section id="speed">')]
