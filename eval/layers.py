@@ -1,4 +1,4 @@
-"""How far each block of a compressed model is from the original's, and the output head by itself.
+"""How far each block of a compressed model is from the original's, and embedding and head alone.
 
 Every block reads what the original's block read, so that errors do not add up along the model and
 each shows what that block alone does wrong. Shapes: L blocks, T tokens, H hidden size.
@@ -28,13 +28,15 @@ class Blocks:
     error: of each block, |u' - u| / |u|, where u is what the original's block adds to its input and
     u' what the model's adds. gain: the factor g by which g * u comes nearest to u'; 1 where right.
     head_kl: KL of the final norm and the output head alone, in nats a token. head_scheme: how the
-    head is quantized, None where it is not.
+    head is quantized, None where it is not. embedding: |e' - e| / |e| of what the first block is
+    given.
     """
 
     error: list[float]
     gain: list[float]
     head_kl: float
     head_scheme: str | None = None
+    embedding: float = 0.0
 
 
 @torch.inference_mode()
@@ -62,9 +64,12 @@ def beside(reference: Reference, states: Tensor, model: PreTrainedModel, window:
     _, blocks = find_blocks(model)
     numbers = {block: i for i, block in enumerate(blocks)}
     errors, gains = [0.0] * len(blocks), [0.0] * len(blocks)
+    embedded = [states[0]]
 
     def read_the_original(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _hidden(args, kwargs)
+        if block is blocks[0]:
+            embedded.append(given[0].float().cpu())
         wanted = states[numbers[block]].to(given.device, given.dtype)[None]
         if "hidden_states" in kwargs:
             return args, {**kwargs, "hidden_states": wanted}
@@ -91,7 +96,9 @@ def beside(reference: Reference, states: Tensor, model: PreTrainedModel, window:
     p, q = truth.log_softmax(-1), logits.float().cpu().log_softmax(-1)
     spec = getattr(model.get_output_embeddings(), "spec", None)
     kl = float((p.exp() * (p - q)).sum(-1).mean())
-    return Blocks(errors, gains, kl, spec.scheme if spec else None)
+    wanted, given = embedded
+    embedding = float((given - wanted).norm() / wanted.norm())
+    return Blocks(errors, gains, kl, spec.scheme if spec else None, embedding)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

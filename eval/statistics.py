@@ -85,9 +85,10 @@ def smallest_loss(items: int, gained: int, right: int, level: float = 0.05) -> f
 
 def smallest_reach(items: int, before: float, reach: float) -> float | None:
     """The same of graded answers: the reach of their interval above the difference, by which that
-    has to be below zero. None where nothing differs, and of one item.
+    has to be below zero. None where nothing differs, and of so few items that McNemar's test calls
+    it chance when all get worse.
     """
-    return reach if items > 1 and 0 < reach <= before else None
+    return reach if mcnemar(0, items) <= 0.05 and 0 < reach <= before else None
 
 
 def largest_loss(items: int, gained: int, lost: int, level: float = 0.95) -> float:

@@ -92,17 +92,21 @@ def _tasks_fact(scores: Sequence[Mapping[str, Any]], broken: bool) -> Iterator[s
     """How many tasks are worse, and how many could not tell. broken: that none is is no comfort."""
     every = {t["name"] for t in scores}
     worse = {t["name"] for t in scores if tasks.change(t) == "worse"}
-    blind = every - worse - {t["name"] for t in scores if not tasks.shows_nothing(t)}
+    perhaps = {t["name"] for t in scores if tasks.change(t) == "perhaps worse"} - worse
+    blind = every - worse - perhaps - {t["name"] for t in scores if not tasks.shows_nothing(t)}
     if broken and not worse:
         return
     if len(every) == 1:
-        said = "unable to show a loss" if blind else "measurably worse"
-        yield f"the one task {'' if worse or blind else 'not '}{said}"
+        told = {"measurably worse": worse, "perhaps worse": perhaps, "unable to show a loss": blind}
+        said = next((what for what, names in told.items() if names), "not measurably worse")
+        yield f"the one task {said}"
     elif blind == every:
         yield f"none of {len(every)} tasks able to show a loss"
     else:
-        unable = f" ({len(blind)} unable to show a loss)" if blind else ""
-        yield f"{len(worse) or 'none'} of {len(every)} tasks measurably worse{unable}"
+        others = [f"{len(perhaps)} perhaps"] if perhaps else []
+        others += [f"{len(blind)} unable to show a loss"] if blind else []
+        beside = f" ({', '.join(others)})" if others else ""
+        yield f"{len(worse) or 'none'} of {len(every)} tasks measurably worse{beside}"
 
 
 def _size_change(sizes: Mapping[str, Any]) -> str:
@@ -151,7 +155,7 @@ def _gate(figures: Figures) -> Iterator[Finding]:
         yield Finding("It fails the recipe's gate", f"{'; '.join(found['broken'])}.", "bad")
         return
     limits = [] if found["kl"] is None else [f"KL at most {found['kl']:g} nats a token"]
-    limits += [f"{name} at most {most:g} points lower" for name, most in found["tasks"].items()]
+    limits += [_drop_allowed(figures, name, most) for name, most in found["tasks"].items()]
     if found["faults"] is not None:
         limits.append(f"faults at most {found['faults']}")
     if found["token_ms"] is not None:
@@ -160,6 +164,13 @@ def _gate(figures: Figures) -> Iterator[Finding]:
     blind = found["kl"] is None and not found["tasks"]
     text = f"{'; '.join(limits)}.{' No limit is set on quality.' if blind else ''}"
     yield Finding("It passes the recipe's gate", text, "plain" if blind else "good")
+
+
+def _drop_allowed(figures: Figures, name: str, most: float) -> str:
+    """A limit on a task, with the metric that it holds: its first."""
+    row = next(row for row in figures["tasks"] if row["name"] == name)
+    nothing = "" if row["before"] else " (of 0, so nothing can break this limit)"
+    return f"{tasks.label(row)} at most {most:g} points lower{nothing}"
 
 
 def _fits(figures: Figures) -> Iterator[Finding]:

@@ -1,5 +1,8 @@
 """Greedy generation: batches through transformers' `generate`, one prompt by our decoder."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,6 +40,18 @@ def greedy_config(
         eos_token_id=end,
         pad_token_id=0 if pad is None else pad,
     )
+
+
+@contextmanager
+def _generating_by(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """`config` as the model's own meanwhile: what a call's leaves open, as the length of n-grams
+    that may not return, transformers takes from there.
+    """
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def encode(
@@ -81,13 +96,14 @@ def generate(
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         ids, mask = encode(tokenizer, batch, config.pad_token_id)
-        output = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            generation_config=config,
-            # transformers' own in 16 bit: a model's own Python may name it as it likes.
-            cache=None if kv_cache == "16" else cache_for(model, kv_cache),
-        )
+        with _generating_by(model, config):
+            output = model.generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                generation_config=config,
+                # transformers' own in 16 bit: a model's own Python may name it as it likes.
+                cache=None if kv_cache == "16" else cache_for(model, kv_cache),
+            )
         texts += tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
     return texts
 

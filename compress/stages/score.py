@@ -37,7 +37,7 @@ class Score:
     """
 
     name: ClassVar[str] = "score"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     needs: ClassVar[tuple[str, ...]] = ("dense", "checkpoint")
     gives: ClassVar[str | None] = "scores"
     shares: ClassVar[tuple[str, ...]] = (

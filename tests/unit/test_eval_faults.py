@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,31 @@ def doubled_scales(model: PreTrainedModel) -> None:
     for linear in (block.self_attn.o_proj, *block.mlp.children()):
         if isinstance(linear, torch.nn.Linear):
             linear.weight *= 2
+
+
+def noisy_embedding(model: PreTrainedModel) -> None:
+    weight = model.model.embed_tokens.weight
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    weight += 0.3 * weight.std() * noise
+
+
+def another_order(model: PreTrainedModel) -> None:
+    """The channels of every MLP no longer where those that write them are."""
+    for block in model.model.layers:
+        block.mlp.down_proj.weight.copy_(block.mlp.down_proj.weight.roll(1, dims=1))
+
+
+def negated(model: PreTrainedModel) -> None:
+    for linear in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
+        linear.weight.neg_()
+
+
+def settings(file: str, **more: Any) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | more))
+
+    return plant
 
 
 def no_template(folder: Path) -> None:
@@ -137,10 +163,23 @@ def another_tokenizer(folder: Path) -> None:
     [
         (lambda folder: None, None, ""),
         (changed(head_in_4_bit), "LM head", "The output head alone costs a KL of 0."),
-        (changed(doubled_scales), "block", "Block 2 is off by"),
+        (changed(doubled_scales), "block", "so its scales or norms are wrong"),
+        (changed(negated), "block", "what it adds points elsewhere, so its weights are wrong"),
+        (changed(another_order), "block", "what they have in common is wrong"),
+        (changed(noisy_embedding), "embedding", "The input embedding is off by 35% of its size"),
         (no_template, "chat template", "is lost"),
         (no_bos, "BOS", "BOS is missing"),
         (no_settings, "tokenizer", "no longer says what its bos_token and eos_token is"),
+        (
+            settings("tokenizer_config.json", eos_token="<|pad|>"),
+            "tokenizer",
+            "has <|pad|> as its eos_token, not <|end|>",
+        ),
+        (
+            settings("generation_config.json", no_repeat_ngram_size=3, repetition_penalty=1.5),
+            "generation",
+            "no_repeat_ngram_size is 3, should be absent; repetition_penalty is 1.5, should be",
+        ),
         (ends_with(), "EOS", "EOS is missing: <|end|> ends the original's answers; the "),
         (
             ends_with(1, 2),
@@ -154,7 +193,8 @@ def another_tokenizer(folder: Path) -> None:
         (another_tokenizer, "tokenizer", "is that of another model"),
     ],
     ids=[
-        *("none", "head", "scales", "template", "bos", "settings", "no eos", "eos"),
+        *("none", "head", "scales", "negated", "order", "embedding", "template", "bos"),
+        *("settings", "eos name", "penalties", "no eos", "eos"),
         *("rope", "extended", "extended well", "config", "tokenizer"),
     ],
 )
@@ -209,10 +249,41 @@ def test_a_head_that_is_quantized_is_named_with_its_scheme() -> None:
     assert "KL of 0.060 nats a token: it is stored in W4A16 g64" in fault["text"]
 
 
-def test_what_is_wrong_with_all_blocks_alike_is_named() -> None:
-    larger = Blocks([0.5, 0.52, 0.5], [1.5, 1.52, 1.48], 0.0)
-    (fault,) = faults(RIGHT, RIGHT, larger, SERVED)
-    assert fault["text"].startswith("The blocks add 1.50 times what they should (median), with")
+@pytest.mark.parametrize(
+    ("error", "gain", "said"), [(0.34, 1.31, "1.31"), (0.36, 0.98, "0.98"), (0.34, 0.98, None)]
+)
+def test_what_is_wrong_with_all_blocks_alike_is_named(
+    error: float, gain: float, said: str | None
+) -> None:
+    found = faults(RIGHT, RIGHT, Blocks([error] * 3, [gain] * 3, 0.0), SERVED)
+    assert len(found) == (said is not None)
+    for fault in found:
+        assert fault["text"].startswith(f"The blocks add {said} times what they should (median), ")
+
+
+@pytest.mark.parametrize(
+    ("error", "gain", "said"),
+    [
+        (1.01, 2.0, "it adds 2.00 times what it should, so its scales or norms are wrong"),
+        (0.75, 0.4, "it adds 0.40 times what it should, so its scales or norms are wrong"),
+        (1.01, 0.3, "what it adds points elsewhere"),  # most of the error is left at that factor
+        (3.0, -1.8, "what it adds points elsewhere"),
+        (0.5, 0.9, "what it adds points elsewhere"),
+    ],
+)
+def test_a_factor_is_named_where_it_explains_the_error(
+    error: float, gain: float, said: str
+) -> None:
+    (fault,) = faults(RIGHT, RIGHT, Blocks([0.1, error, 0.1], [1.0, gain, 1.0], 0.0), SERVED)
+    assert said in fault["text"]
+
+
+def test_weights_are_not_blamed_where_the_configuration_is_wrong() -> None:
+    stretched = replace(RIGHT, rope={"rope_theta": 2e4})
+    off = Blocks([0.1, 0.5, 0.1], [1.0, 0.9, 1.0], 0.0)
+    rope, block = faults(RIGHT, stretched, off, SERVED)
+    assert rope["name"] == "RoPE"
+    assert block["text"].endswith("the median block by 10.0%: config.json may explain it.")
 
 
 def test_a_checkpoint_of_fewer_blocks_is_judged(dense: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from compress.eval.statistics import (
     mean_interval,
     paired_interval,
     smallest_loss,
+    smallest_reach,
 )
 
 
@@ -35,6 +36,14 @@ def rows(values):
 )
 def test_mcnemar_is_twice_the_binomial_tail(gained, lost, p):
     assert mcnemar(gained, lost) == pytest.approx(p)
+
+
+@pytest.mark.parametrize(
+    ("items", "before", "reach", "points"),
+    [(5, 40.0, 4.0, None), (6, 40.0, 4.0, 4.0), (6, 3.0, 4.0, None), (6, 40.0, 0.0, None)],
+)
+def test_grades_of_fewer_items_than_the_exact_test_needs_show_no_loss(items, before, reach, points):
+    assert smallest_reach(items, before, reach) == points
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,10 @@ def test_a_loss_larger_than_the_score_is_none_that_could_show(run: SimpleNamespa
         ([{"n": 2, "metric": "f1", "smallest_loss": 9.0}], "the one task unable to show a loss."),
         ([{"before": 0.0}], "the one task unable to show a loss."),
         ([{"smallest_loss": None}], "the one task unable to show a loss."),
+        (
+            [{"n": 2, "metric": "f1", "ci95": [-26.0, -18.0], "p": 0.5, "smallest_loss": None}],
+            "the one task perhaps worse.",
+        ),
         ([{"smallest_loss": None, "metric": "f1"}], "the one task unable to show a loss."),
         (
             [{"smallest_loss": None, "metric": "f1", "ci95": [0.0, 0.0]}],
@@ -264,7 +268,7 @@ def test_few_answers_are_called_perhaps(run: SimpleNamespace) -> None:
     run.manifests["score"]["metrics"]["tasks"][0]["p"] = 0.125
     found = figures(run)
     said = {f["about"]: f["text"] for f in found["verdict"]["findings"]}
-    assert "none of 5 tasks measurably worse" in found["verdict"]["headline"]
+    assert "none of 5 tasks measurably worse (1 perhaps" in found["verdict"]["headline"]
     assert "p 0.12" in said["Perhaps worse"]
     assert "perhaps worse" in page(found)
 
@@ -273,7 +277,7 @@ def test_a_broken_gate_is_said_first(run: SimpleNamespace) -> None:
     said = figures(run)["verdict"]["findings"][0]
     assert said == {
         "about": "It passes the recipe's gate",
-        "text": "KL at most 0.05 nats a token; knowledge at most 12 points lower.",
+        "text": "KL at most 0.05 nats a token; knowledge, accuracy at most 12 points lower.",
         "tone": "good",
     }
     run.config.score.gate = Gate(token_ms=200.0)
@@ -299,7 +303,9 @@ def test_the_time_of_a_token_is_said_beside_its_limit(run: SimpleNamespace) -> N
     found = figures(run)
     assert found["gate"]["token_ms"] == 200
     assert found["gate"]["broken"] == []
-    passed = "knowledge at most 12 points lower; 12.3\u00a0ms a token, at most 200 ms allowed."
+    passed = (
+        "knowledge, accuracy at most 12 points lower; 12.3\u00a0ms a token, at most 200 ms allowed."
+    )
     assert found["verdict"]["findings"][0]["text"].endswith(passed)
     assert all(passed in text(found) for text in (page, short))
 

@@ -46,6 +46,16 @@ def test_a_batch_answers_as_each_prompt_alone(stories260k: Path, checkpoint: Pat
     assert not any(text.startswith(p) for text, p in zip(together, prompts, strict=True))
 
 
+def test_what_a_folder_says_of_choosing_tokens_is_not_heard(stories260k: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories260k)
+    model = load(stories260k, dtype=torch.float32)
+    written = generate(model, tokenizer, ["Lily"], max_new_tokens=40, batch_size=1)
+    own = model.generation_config
+    own.update(no_repeat_ngram_size=1, repetition_penalty=3.0, min_new_tokens=30, do_sample=True)
+    assert generate(model, tokenizer, ["Lily"], max_new_tokens=40, batch_size=1) == written
+    assert model.generation_config is own
+
+
 def test_a_kv_cache_in_8_bit_writes_the_same_texts(stories260k: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(stories260k)
     model = load(stories260k, dtype=torch.float32)
