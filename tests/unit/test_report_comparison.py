@@ -243,7 +243,7 @@ def test_a_run_stands_beside_its_own_original_alone(
     page = compare.comparison_page(found)
     assert " and ".join(models) + ": what size" in page
     assert page.count('r="3.5"') == 4  # the two runs of one original in two plots
-    assert "no worse in size" not in page
+    assert "is no worse in" not in page
     assert unfounded(page, found) == []
 
 
@@ -282,7 +282,7 @@ def test_the_page_is_whole_and_shows_the_figures(runs: list[Path], tmp_path: Pat
         "150 MB",
         "0.0800",
         "90.0 tok/s",
-        "bad: w8 is no worse in size, speed and KL",
+        "bad: w8 is no worse in what of size, speed and KL was measured of both",
         "52.5",
     ):
         assert wanted in shown, wanted
