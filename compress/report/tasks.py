@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 from compress.eval.statistics import largest_loss, mcnemar
 from compress.eval.tasks import RIGHT_OR_WRONG
-from compress.report.words import count, paired, percent, several, significant
+from compress.report.words import count, p_value, paired, percent, several, significant
 
+TOLD = 5
+"""How many changes of one kind the verdict tells one by one."""
 Task = Mapping[str, Any]
 Change = Literal["better", "perhaps better", "unclear", "perhaps worse", "worse"]
 
@@ -92,7 +94,7 @@ def unasked(task: Mapping[str, Any]) -> str:
 def difference(task: Task) -> str:
     """Both scores, and the difference with its interval."""
     points, ends = paired(task["after"] - task["before"], task["ci95"])
-    exact = f", p {significant(task['p'], 2)}" if "p" in task else ""
+    exact = f", {p_value(task['p'])}" if "p" in task else ""
     return (
         f"{label(task)} {significant(task['before'])} to {significant(task['after'])} "
         f"({points} points, 95% interval {ends}{exact}, {several(task['n'], 'item')})"
@@ -100,17 +102,23 @@ def difference(task: Task) -> str:
 
 
 def found(tasks: Sequence[Task], wanted: Change) -> str | None:
-    """The tasks that changed so, in one sentence, or None."""
-    chosen = [difference(task) for task in tasks if change(task) == wanted]
+    """The tasks that changed so, in one sentence, or None; of many, those that changed most."""
+    chosen = [task for task in tasks if change(task) == wanted]
     if not chosen:
         return None
+    more = len(chosen) - TOLD
+    if more > 1:
+        chosen = sorted(chosen, key=lambda task: -abs(task["after"] - task["before"]))[:TOLD]
+    texts = [difference(task) for task in chosen]
+    if more > 1:
+        texts.append(f"and {more} more, in the table of tasks")
     few = (
         " The interval leaves out zero, but by how many answers rose and how many fell the exact "
         "test does not call it more than chance."
         if wanted.startswith("perhaps")
         else ""
     )
-    return f"{'; '.join(chosen)}.{few}"
+    return f"{'; '.join(texts)}.{few}"
 
 
 def rest(tasks: Sequence[Task]) -> str | None:

@@ -32,6 +32,11 @@ def significant(value: Number, digits: int = 3) -> str:
     return f"{rounded:,.{decimals}f}".replace("-", MINUS)
 
 
+def p_value(p: float) -> str:
+    """`p 0.031`, `p < 0.0001`."""
+    return f"p {significant(p, 2)}" if p >= 1e-4 else "p < 0.0001"
+
+
 def plain(value: float) -> str:
     """A round number as on an axis: 0.005, 2.5, 10,000."""
     return f"{value:,.10f}".rstrip("0").rstrip(".").replace("-", MINUS)

@@ -13,6 +13,7 @@ from compress.report.card import model_card
 from compress.report.figures import figures
 from compress.report.pages import page, short
 from compress.report.tasks import blind, change, label, unseen_loss
+from compress.report.tasks import found as changed
 from compress.report.verdict import verdict
 
 
@@ -225,6 +226,23 @@ def test_a_task_that_could_show_no_loss_does_not_reassure(
     run.manifests["score"]["metrics"]["tasks"] = [row | more for more in rows]
     run.config.score.gate = Gate()
     assert figures(run)["verdict"]["headline"].endswith(f"KL 0.012, {said}")
+
+
+@pytest.mark.parametrize(("number", "told", "more"), [(5, 5, 0), (6, 6, 0), (9, 5, 4)])
+def test_of_many_tasks_that_are_worse_those_that_lost_most_are_told(
+    number: int, told: int, more: int
+) -> None:
+    rows = [
+        TASK | {"name": f"t{i}", "after": 50.0 - i, "ci95": [-i - 2.0, -1.0], "p": 1e-9}
+        for i in range(1, 1 + number)
+    ]
+    text = changed(rows, "worse")
+    assert text is not None
+    parts = text.removesuffix(".").split("; ")
+    assert len(parts) == told + (more > 0)
+    assert parts[0].startswith(f"t{9 if more else 1}, accuracy 50.0 to ")
+    assert parts[0].endswith("p < 0.0001, 30 items)")
+    assert (parts[-1] == f"and {more} more, in the table of tasks") == (more > 0)
 
 
 def test_faults_are_in_the_headline(run: SimpleNamespace) -> None:

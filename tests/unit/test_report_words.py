@@ -31,6 +31,13 @@ def test_significant(value: float | None, digits: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("p", "text"), [(1.0, "p 1.0"), (0.0312, "p 0.031"), (1e-4, "p 0.00010"), (9e-5, "p < 0.0001")]
+)
+def test_p_value(p: float, text: str) -> None:
+    assert words.p_value(p) == text
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0 B"), (999, "999 B"), (36540, "36.5 kB"), (999_700, "1.00 MB"), (1.234e9, "1.23 GB")],
 )
